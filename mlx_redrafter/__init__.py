@@ -1,0 +1,3 @@
+"""ReDrafter speculative decoding on MLX: the same text, faster."""
+
+__version__ = "0.1.0"

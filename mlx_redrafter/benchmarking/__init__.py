@@ -1,0 +1,1 @@
+"""Paired measurement of drafting against plain decoding."""

@@ -1,0 +1,1 @@
+"""Writes targets and drafters in the formats that others read."""

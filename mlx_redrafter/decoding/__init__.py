@@ -1,0 +1,1 @@
+"""Tokens in, tokens out: knows no tokenizer and prints nothing."""

@@ -1,0 +1,1 @@
+"""What proposes a tree of draft tokens for the next step."""

@@ -1,0 +1,1 @@
+"""The machine underneath: BLAS, cache folder, default type, whole-folder writes."""

@@ -1,0 +1,1 @@
+"""Distils a drafter from a target."""
