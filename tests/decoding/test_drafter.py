@@ -1,0 +1,193 @@
+"""The drafter's files and weight names (Apple's), and its network against NumPy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
+from mlx_redrafter.decoding.proposers.beam import beam_search
+from mlx_redrafter.errors import RedrafterError
+from tests import reference
+from tests.decoding.harness import fill
+
+HIDDEN, VOCAB = 16, 40
+BASE: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "vocab_size": VOCAB,
+    "exit_dim": HIDDEN,
+    "num_draft_layers": 1,
+    "rnn": True,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "apple": {"exit_dim": 2 * HIDDEN, "num_draft_layers": 2},
+    "no-blocks": {"num_draft_layers": 0},
+    "no-blocks-wide": {"num_draft_layers": 0, "exit_dim": 2 * HIDDEN},
+    "odd-exit": {"exit_dim": 24, "num_draft_layers": 2},
+    "no-rnn": {"rnn": False},
+    "no-rnn-apple": {"rnn": False, "exit_dim": 2 * HIDDEN},
+    "reduced": {"draft_vocab": 11},
+    "reduced-no-rnn": {"draft_vocab": 11, "rnn": False, "num_draft_layers": 2},
+}
+
+
+def make(kind: str, seed: int = 0) -> Drafter:
+    config = BASE | KINDS[kind]
+    drafter = Drafter(DrafterConfig(**config))
+    fill(drafter, seed)
+    if reduced := config.get("draft_vocab"):
+        ids = np.random.default_rng(seed).permutation(VOCAB)[:reduced]
+        weights = dict(tree_flatten(drafter.parameters()))
+        drafter.load_weights([*(weights | {"draft_tokens": mx.array(ids, mx.int32)}).items()])
+    return drafter
+
+
+def oracle(drafter: Drafter, kind: str, embedding: np.ndarray) -> tuple[reference.NumpyDrafter, list[int]]:
+    """The NumPy twin and the target token id of each row of its head."""
+    weights = {
+        key: np.array(value).astype(np.float64) for key, value in tree_flatten(drafter.parameters())
+    }
+    layers = (BASE | KINDS[kind])["num_draft_layers"]
+    rows = weights[f"lm_head.{layers}.weight"].shape[0]
+    ids = [int(t) for t in weights.get("draft_tokens", np.arange(rows))]
+    return reference.NumpyDrafter(weights, embedding.astype(np.float64), layers), ids
+
+
+def expected_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    config = BASE | KINDS[kind]
+    exit_dim, layers = config["exit_dim"], config["num_draft_layers"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config["rnn"]:
+        shapes |= {
+            "rnn_w.weight": (HIDDEN, HIDDEN),
+            "rnn_u.weight": (HIDDEN, HIDDEN),
+            "rnn_u.bias": (HIDDEN,),
+        }
+    if exit_dim != 2 * HIDDEN:
+        shapes |= {"input_proj.weight": (exit_dim, 2 * HIDDEN), "input_proj.bias": (exit_dim,)}
+    for i in range(layers):
+        shapes |= {
+            f"lm_head.{i}.linear.weight": (exit_dim, exit_dim),
+            f"lm_head.{i}.linear.bias": (exit_dim,),
+        }
+    shapes[f"lm_head.{layers}.weight"] = (config.get("draft_vocab") or VOCAB, exit_dim)
+    if config.get("draft_vocab"):
+        shapes["draft_tokens"] = (config["draft_vocab"],)
+    return shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_apple_names_and_shapes(kind: str) -> None:
+    drafter = make(kind)
+    found = {key: value.shape for key, value in tree_flatten(drafter.parameters())}
+    assert found == expected_shapes(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_numpy(kind: str) -> None:
+    """Every path of the beams has the joint log-probability that the equations give."""
+    drafter = make(kind)
+    rng = np.random.default_rng(5)
+    embedding = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+    hidden = rng.standard_normal(HIDDEN).astype(np.float32)
+    table = mx.array(embedding)
+    beams = beam_search(drafter, lambda t: table[t], mx.array(hidden), mx.array(0), 4, 4)
+    twin, ids = oracle(drafter, kind, embedding)
+    slots = reference.beam_paths(*(np.array(a) for a in (beams.tokens, beams.parents, beams.scores)))
+    assert len(slots) == 16
+    for score, _, _, path in slots:
+        rows = [ids.index(token) for token in path]
+        log_q = [twin.log_q(hidden, (0, *path[:i]))[row] for i, row in enumerate(rows)]
+        assert score == pytest.approx(sum(log_q), abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["default", "apple", "no-rnn", "reduced"])
+def test_round_trip(kind: str, tmp_path: Path) -> None:
+    drafter = make(kind)
+    drafter.save(tmp_path / "drafter")
+    loaded = Drafter.load(tmp_path / "drafter")
+    first, second = (dict(tree_flatten(d.parameters())) for d in (drafter, loaded))
+    assert first.keys() == second.keys()
+    assert all(mx.array_equal(first[key], second[key]).item() for key in first)
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["model_type"] == "recurrent_drafting_drafter"
+    assert {key: config[key] for key in BASE} == BASE | {
+        key: value for key, value in KINDS[kind].items() if key in BASE
+    }
+    stored = mx.load(str(tmp_path / "drafter" / "model.safetensors"))
+    assert {key: value.shape for key, value in stored.items()} == expected_shapes(kind)
+
+
+def write_apple_folder(folder: Path, **changes: Any) -> Path:
+    """A drafter as Apple's PyTorch trainer leaves it: extra keys in the config, plain names in the file."""
+    folder.mkdir()
+    config = BASE | {"exit_dim": 2 * HIDDEN, "num_draft_layers": 2}
+    extras = {
+        "model_type": "recurrent_drafting_drafter",
+        "num_lookback_tokens": -1,
+        "architectures": ["Drafter"],
+        "torch_dtype": "float32",
+        "transformers_version": "4.42.0",
+        "emb_norm": False,
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(json.dumps(config | extras))
+    weights = {key: mx.random.normal(shape) for key, shape in expected_shapes("apple").items()}
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        weights.pop(name, None)
+        if value is not None:
+            weights[name] = value
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def test_loads_apples_files(tmp_path: Path) -> None:
+    folder = write_apple_folder(tmp_path / "apple")
+    drafter = Drafter.load(folder)
+    stored = mx.load(str(folder / "model.safetensors"))
+    for key, value in tree_flatten(drafter.parameters()):
+        assert mx.array_equal(value, stored[key]).item(), key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rnn_u__bias": None},
+        {"lm_head__2__weight": None},
+        {"rnn_w__weight": mx.zeros((HIDDEN, HIDDEN + 1))},
+        {"lm_head__2__weight": mx.zeros((VOCAB - 1, 2 * HIDDEN))},
+        {"surprise__weight": mx.zeros((2, 2))},
+    ],
+    ids=["missing-bias", "missing-head", "wrong-shape", "short-head", "unknown-tensor"],
+)
+def test_refuses_wrong_tensors(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RedrafterError) as error:
+        Drafter.load(write_apple_folder(tmp_path / "apple", **changes))
+    name = next(iter(changes)).replace("__", ".")
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_refuses_broken_folders(tmp_path: Path) -> None:
+    with pytest.raises(RedrafterError):
+        Drafter.load(tmp_path / "nowhere")
+    folder = write_apple_folder(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(RedrafterError):
+        Drafter.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(RedrafterError):
+        Drafter.load(folder)
+
+
+def test_config_refuses_nonsense() -> None:
+    for wrong in ({"hidden_size": 0}, {"draft_vocab": VOCAB + 1}, {"num_draft_layers": -1}):
+        with pytest.raises(RedrafterError):
+            DrafterConfig(**(BASE | wrong))
