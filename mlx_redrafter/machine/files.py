@@ -70,9 +70,7 @@ def _refusal(error: BaseException, folder: Path) -> OSError | None:
 
 def _create(final: Path) -> tuple[Path, int]:
     """Make the temporary folder and lock it, which tells it from a left-over."""
-    parent = os.open(final.parent, os.O_RDONLY)
-    try:
-        _lock(parent, fcntl.LOCK_EX)
+    with _locked(final.parent):
         prefix = f".{final.name}.part-"
         for other in final.parent.iterdir():
             if other.name.startswith(prefix) and _is_left_over(other):
@@ -81,9 +79,17 @@ def _create(final: Path) -> tuple[Path, int]:
         temporary.mkdir()
         lock = os.open(temporary, os.O_RDONLY)
         _lock(lock, fcntl.LOCK_EX)
-    finally:
-        os.close(parent)
     return temporary, lock
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _is_left_over(folder: Path) -> bool:
@@ -117,22 +123,15 @@ def _sync(folder: Path) -> None:
 
 
 def _replace(new: Path, final: Path) -> None:
-    try:
-        new.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+    with _locked(final.parent) as parent:
         old = final.with_name(f"{new.name}-old")
-        final.rename(old)
+        if final.exists():
+            final.rename(old)
         try:
             new.rename(final)
         except BaseException:
-            with suppress(OSError):
+            if old.exists():
                 old.rename(final)
             raise
+        os.fsync(parent)
         shutil.rmtree(old, ignore_errors=True)
-    handle = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,52 @@
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.errors import InputError
+from mlx_redrafter.machine import device, paths
+
+
+def test_home_follows_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(paths.VARIABLE, str(tmp_path / "new"))
+    assert paths.home() == tmp_path / "new"
+    assert not paths.home().exists()
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_home_is_in_the_users_cache(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if value is None:
+        monkeypatch.delenv(paths.VARIABLE)
+    else:
+        monkeypatch.setenv(paths.VARIABLE, value)
+    assert paths.home() == tmp_path / ".cache" / "mlx-redrafter"
+
+
+def test_home_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(paths.VARIABLE, "here")
+    assert paths.home() == tmp_path / "here"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(paths.VARIABLE, "~/there")
+    assert paths.home() == tmp_path / "there"
+
+
+def test_home_of_nobody_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(paths.VARIABLE, "~no-such-user/x")
+    with pytest.raises(InputError, match=paths.VARIABLE):
+        paths.home()
+
+
+def test_default_dtype_follows_the_device() -> None:
+    before = mx.default_device()
+    try:
+        mx.set_default_device(mx.cpu)
+        assert device.default_dtype() == "float32"
+        if mx.is_available(mx.gpu):
+            mx.set_default_device(mx.gpu)
+            assert device.default_dtype() == "bfloat16"
+    finally:
+        mx.set_default_device(before)
