@@ -143,7 +143,7 @@ def test_a_wrong_setting_fails_on_use_and_not_on_import() -> None:
 
 
 def test_mlx_computes_with_the_library_loaded() -> None:
-    """MKL's front library opens the part that computes on the first call: only then is it mapped."""
+    """MKL's front library opens the part that computes on the first call, and not before."""
     if blas.loaded() != "mkl":
         pytest.skip(f"the BLAS loaded here is {blas.loaded()}, not mkl")
     code = (

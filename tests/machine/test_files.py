@@ -58,9 +58,14 @@ def test_a_link_to_the_folder_stays_a_link(tmp_path: Path) -> None:
 def test_an_error_leaves_nothing_and_keeps_the_old(tmp_path: Path, error: BaseException) -> None:
     with atomic_folder(tmp_path / "one") as folder:
         (folder / "old").touch()
-    with pytest.raises(type(error)) as raised, atomic_folder(tmp_path / "one") as folder:
-        (folder / "new").touch()
-        raise error
+
+    def write() -> None:
+        with atomic_folder(tmp_path / "one") as folder:
+            (folder / "new").touch()
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        write()
     assert raised.value is error
     assert listing(tmp_path) == ["one"]
     assert listing(tmp_path / "one") == ["old"]
