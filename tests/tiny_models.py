@@ -178,7 +178,8 @@ def _draw(key: str, value: mx.array, rng: np.random.Generator, family: Family) -
     if value.ndim == 1:  # norm scales (about one), biases, sinks
         # Norms that bound the attention scores or a block's output would undo the scaling of the weights.
         bounds = any(part in key for part in ("q_norm", "k_norm", "post_"))
-        return (value + 0.3 * noise) * (GAIN if bounds else 1.0)
+        centre = 1.0 if key.endswith("weight") else 0.0
+        return (centre + 0.3 * noise) * (GAIN if bounds else 1.0)
     if "embed" in key:
         return noise * family.embed
     return GAIN * noise / value.shape[-1] ** 0.5

@@ -15,7 +15,9 @@ from mlx_redrafter.benchmarking.paired import (
     interleave,
     paired_ratio,
     time_interleaved,
+    tokens_per_step,
 )
+from mlx_redrafter.decoding.stats import GenerationStats
 from mlx_redrafter.errors import InputError
 
 
@@ -134,6 +136,14 @@ def test_short_answers_are_dropped_and_counted() -> None:
     assert ratio.dropped == 1
     with pytest.raises(InputError):
         compare_arms(rounds[:1], "ours", "theirs", min_tokens=16)
+
+
+def test_tokens_per_step_weighs_steps() -> None:
+    def stats(emitted: int, steps: int) -> TimedRun:
+        return TimedRun((), (), GenerationStats(emitted=emitted, steps=steps))
+
+    assert tokens_per_step([stats(31, 10), stats(11, 10), TimedRun((), ())]) == pytest.approx(2.0)
+    assert tokens_per_step([stats(1, 0)]) is None
 
 
 def test_time_interleaved_counts_and_pairs() -> None:

@@ -15,6 +15,7 @@ from mlx_redrafter.benchmarking.parity import (
     compare,
     first_difference,
     judge_text,
+    same_end,
     wrong_ending,
 )
 from mlx_redrafter.errors import InputError
@@ -225,6 +226,13 @@ def test_run_cut_short_is_a_defect_although_each_token_is_right() -> None:
     assert result.count(Verdict.DEFECT) == 0
     assert result.defects == 1
     assert result.first_difference == 15
+
+
+def test_same_end() -> None:
+    assert same_end([1, 2, 8], [1, 2, 9], {8, 9}) == [1, 2, 8]
+    assert same_end([1, 2, 8], [1, 9], {8, 9}) == [1, 9]
+    assert same_end([1, 2, 3], [1, 2, 9], {8, 9}) == [1, 2, 9]
+    assert same_end([], [], {8, 9}) == []
 
 
 def test_first_difference() -> None:

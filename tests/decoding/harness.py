@@ -10,13 +10,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.decoding import loop
 from mlx_redrafter.decoding.choose import make_chooser
 from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import DraftOptions, SamplingOptions
 from mlx_redrafter.decoding.target import Target
-from mlx_redrafter.decoding.tree import Tree
+from mlx_redrafter.decoding.tree import Tree, build_tree, chain_tree
 from tests import reference, tiny_models
 from tests.reference import HostTree
 from tests.scripted import Script, write_script
@@ -68,9 +67,10 @@ def target(family: str, model_seed: int = 0) -> Target:
 
 def choose_with(sampling: SamplingOptions) -> reference.Choose:
     chooser = make_chooser(sampling)
+    alone = chain_tree(mx.array([0]))
 
     def choose(row: np.ndarray, position: int) -> int:
-        return int(chooser(mx.array(row)[None], mx.array([position]))[0].item())
+        return int(chooser(mx.array(row)[None], alone, position - 1)[0].item())
 
     return reference.argmax if sampling.temperature == 0 else choose
 
@@ -81,7 +81,7 @@ def choose_with(sampling: SamplingOptions) -> reference.Choose:
 def scripted(
     case: Case, draft: DraftOptions, *, seed: int = 0, wrapped: Target | None = None
 ) -> tuple[Decoder, Script]:
-    """A decoder whose beam search is replaced by the script."""
+    """A decoder whose beam search is replaced by the script; the tree is built as always."""
     wrapped = wrapped or target(case.family)
     script = write_script(
         case.text,
@@ -92,7 +92,11 @@ def scripted(
         seed=seed,
     )
     decoder = Decoder(wrapped, random_drafter(wrapped), draft, case.sampling)
-    install(decoder, script)
+
+    def propose(hidden: mx.array, token: mx.array) -> Tree:
+        return build_tree(token, script.beams(hidden), draft.token_budget)
+
+    decoder.propose = propose
     return decoder, script
 
 
@@ -151,21 +155,23 @@ def random_drafter(wrapped: Target, seed: int = 0, **config: Any) -> Drafter:
         "num_draft_layers": 1,
         "rnn": True,
     }
-    drafter = Drafter(DrafterConfig(**(settings | config)))
-    fill(drafter, seed)
-    return drafter
+    return make_drafter(settings | config, seed)
 
 
-def fill(drafter: Drafter, seed: int = 0) -> None:
+def make_drafter(config: dict[str, Any], seed: int = 0) -> Drafter:
+    """Random weights; a reduced vocabulary is a random subset in random order."""
     rng = np.random.default_rng(seed)
+    ids = None
+    if reduced := config.get("draft_vocab"):
+        ids = mx.array(rng.permutation(config["vocab_size"])[:reduced], mx.int32)
+    drafter = Drafter(DrafterConfig(**config), ids)
     weights = []
     for key, value in tree_flatten(drafter.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            scale = 0.5 if value.ndim == 1 else 2.0 / value.shape[-1] ** 0.5
-            value = mx.array(scale * rng.standard_normal(value.shape)).astype(value.dtype)
-        weights.append((key, value))
-    drafter.load_weights(weights)
+        scale = 0.5 if value.ndim == 1 else 2.0 / value.shape[-1] ** 0.5
+        weights.append((key, mx.array(scale * rng.standard_normal(value.shape))))
+    drafter.load_weights([(key, value.astype(mx.float32)) for key, value in weights])
     mx.eval(drafter.parameters())
+    return drafter
 
 
 def device_tree(host: HostTree, padding: int = 0) -> Tree:
@@ -180,7 +186,7 @@ def device_tree(host: HostTree, padding: int = 0) -> Tree:
         depths=mx.array(host.depths + [1] * padding, mx.int32),
         mask=mx.array(mask),
         valid=mx.array([True] * count + [False] * padding),
-        chain=host.parents[1:] == list(range(count - 1)),
+        chain=not padding and host.parents[1:] == list(range(count - 1)),
         max_depth=max(host.depths),
     )
 
@@ -194,10 +200,3 @@ def causal_mask(tree: Tree) -> Tree:
     """Negative control: each node sees all the nodes before it."""
     count = tree.tokens.shape[0]
     return replace(tree, mask=mx.tril(mx.ones((count, count), mx.bool_)))
-
-
-# --- the one place that knows how a decoder finds its proposer -------------------------------------------------------
-
-
-def install(decoder: Decoder, script: Script) -> None:
-    raise NotImplementedError(loop)

@@ -4,24 +4,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.decoding.proposers.beam import beam_search
 from mlx_redrafter.decoding.tree import Beams, build_tree
 from tests import reference
-from tests.decoding.test_drafter import HIDDEN, KINDS, VOCAB, make, oracle
+from tests.decoding.test_drafter import HIDDEN, KINDS, VOCAB, make, oracle, search
 
 Found = tuple[Beams, list[dict[tuple[int, ...], float]]]
 
 
-def search(kind: str, width: int, length: int, seed: int = 0) -> Found:
+def found_and_expected(kind: str, width: int, length: int, seed: int = 0) -> Found:
     rng = np.random.default_rng(seed)
     embedding = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
     hidden = rng.standard_normal(HIDDEN).astype(np.float32)
     root = int(rng.integers(VOCAB))
     drafter = make(kind, seed)
-    table = mx.array(embedding)
-    beams = beam_search(
-        drafter, lambda t: table[t], mx.array(hidden), mx.array(root), width, length
-    )
+    beams = search(drafter, embedding, hidden, root, width, length)
     twin, ids = oracle(drafter, kind, embedding)
     levels = reference.beam_search(
         lambda path: twin.log_q(hidden, (root, *path)), ids, width, length
@@ -50,23 +46,23 @@ def check(beams: Beams, levels: list[dict[tuple[int, ...], float]], width: int, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
-    check(*search(kind, 3, 3), 3, 3)
+    check(*found_and_expected(kind, 3, 3), 3, 3)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
 def test_lengths(length: int) -> None:
-    check(*search("default", 2, length), 2, length)
+    check(*found_and_expected("default", 2, length), 2, length)
 
 
 @pytest.mark.parametrize("width", [1, 4, 8, 16])
 def test_widths(width: int) -> None:
-    check(*search("default", width, 3), width, 3)
+    check(*found_and_expected("default", width, 3), width, 3)
 
 
 @pytest.mark.parametrize(("kind", "width"), [("default", VOCAB), ("default", VOCAB + 5), ("reduced", 13)])
 def test_width_beyond_the_vocabulary(kind: str, width: int) -> None:
     """More beams than draft tokens: level 1 has padding at -inf, later levels fill up."""
-    beams, levels = search(kind, width, 3)
+    beams, levels = found_and_expected(kind, width, 3)
     rows = KINDS[kind].get("draft_vocab") or VOCAB
     assert np.isneginf(np.array(beams.scores[0])).sum() == width - rows
     check(beams, levels, width, 3)
@@ -77,8 +73,9 @@ def test_width_beyond_the_vocabulary(kind: str, width: int) -> None:
 
 def test_reduced_vocabulary_gives_target_ids() -> None:
     drafter = make("reduced")
-    ids = set(drafter.parameters()["draft_tokens"].tolist())
-    beams, _ = search("reduced", 3, 4)
+    assert drafter.draft_tokens is not None
+    ids = set(drafter.draft_tokens.tolist())
+    beams, _ = found_and_expected("reduced", 3, 4)
     assert set(np.array(beams.tokens).ravel().tolist()) <= ids
     assert max(ids) >= 11, "the fixture must not be the identity"
 
@@ -88,8 +85,8 @@ def test_scores_never_rise_along_a_path() -> None:
     drafter = make("default")
     layers = drafter.parameters()
     drafter.load_weights([("lm_head.1.weight", layers["lm_head"][1]["weight"] * 200)], strict=False)
-    table = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(0))
-    beams = beam_search(drafter, lambda t: table[t], mx.ones((HIDDEN,)), mx.array(3), 4, 5)
+    table = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+    beams = search(drafter, table, np.ones(HIDDEN, np.float32), 3, 4, 5)
     scores, parents = np.array(beams.scores), np.array(beams.parents)
     assert (scores[0] <= 0).all()
     for level in range(1, 5):
@@ -98,10 +95,8 @@ def test_scores_never_rise_along_a_path() -> None:
 
 def test_a_nan_hidden_state_drafts_without_harm() -> None:
     """Whatever comes out must still be a tree: tokens in range, parents in range."""
-    table = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(0))
-    beams = beam_search(
-        make("default"), lambda t: table[t], mx.full((HIDDEN,), mx.nan), mx.array(3), 3, 3
-    )
+    table = np.zeros((VOCAB, HIDDEN), np.float32)
+    beams = search(make("default"), table, np.full(HIDDEN, np.nan, np.float32), 3, 3, 3)
     tree = build_tree(mx.array(3), beams, 6)
     tokens, parents = np.array(tree.tokens), np.array(tree.parents)
     assert ((0 <= tokens) & (tokens < VOCAB)).all()

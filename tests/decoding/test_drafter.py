@@ -10,10 +10,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
-from mlx_redrafter.decoding.proposers.beam import beam_search
+from mlx_redrafter.decoding.options import DraftOptions
+from mlx_redrafter.decoding.proposers.beam import BeamProposer
+from mlx_redrafter.decoding.tree import Beams
 from mlx_redrafter.errors import RedrafterError
 from tests import reference
-from tests.decoding.harness import fill
+from tests.decoding.harness import make_drafter
 
 HIDDEN, VOCAB = 16, 40
 BASE: dict[str, Any] = {
@@ -37,25 +39,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(kind: str, seed: int = 0) -> Drafter:
-    config = BASE | KINDS[kind]
-    drafter = Drafter(DrafterConfig(**config))
-    fill(drafter, seed)
-    if reduced := config.get("draft_vocab"):
-        ids = np.random.default_rng(seed).permutation(VOCAB)[:reduced]
-        weights = dict(tree_flatten(drafter.parameters()))
-        drafter.load_weights([*(weights | {"draft_tokens": mx.array(ids, mx.int32)}).items()])
-    return drafter
+    return make_drafter(BASE | KINDS[kind], seed)
 
 
-def oracle(drafter: Drafter, kind: str, embedding: np.ndarray) -> tuple[reference.NumpyDrafter, list[int]]:
+def search(
+    drafter: Drafter, table: np.ndarray, hidden: np.ndarray, root: int, width: int, length: int
+) -> Beams:
+    embedding = mx.array(table)
+    proposer = BeamProposer(drafter, lambda tokens: embedding[tokens], DraftOptions())
+    return proposer.search(mx.array(hidden), mx.array(root), width, length)
+
+
+def oracle(
+    drafter: Drafter, kind: str, embedding: np.ndarray
+) -> tuple[reference.NumpyDrafter, list[int]]:
     """The NumPy twin and the target token id of each row of its head."""
     weights = {
         key: np.array(value).astype(np.float64) for key, value in tree_flatten(drafter.parameters())
     }
     layers = (BASE | KINDS[kind])["num_draft_layers"]
-    rows = weights[f"lm_head.{layers}.weight"].shape[0]
-    ids = [int(t) for t in weights.get("draft_tokens", np.arange(rows))]
-    return reference.NumpyDrafter(weights, embedding.astype(np.float64), layers), ids
+    ids = range(VOCAB) if drafter.draft_tokens is None else drafter.draft_tokens.tolist()
+    return reference.NumpyDrafter(weights, embedding.astype(np.float64), layers), list(ids)
 
 
 def expected_shapes(kind: str) -> dict[str, tuple[int, ...]]:
@@ -76,9 +80,12 @@ def expected_shapes(kind: str) -> dict[str, tuple[int, ...]]:
             f"lm_head.{i}.linear.bias": (exit_dim,),
         }
     shapes[f"lm_head.{layers}.weight"] = (config.get("draft_vocab") or VOCAB, exit_dim)
-    if config.get("draft_vocab"):
-        shapes["draft_tokens"] = (config["draft_vocab"],)
     return shapes
+
+
+def stored_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    reduced = KINDS[kind].get("draft_vocab")
+    return expected_shapes(kind) | ({"draft_tokens": (reduced,)} if reduced else {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,8 +102,7 @@ def test_equals_numpy(kind: str) -> None:
     rng = np.random.default_rng(5)
     embedding = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
     hidden = rng.standard_normal(HIDDEN).astype(np.float32)
-    table = mx.array(embedding)
-    beams = beam_search(drafter, lambda t: table[t], mx.array(hidden), mx.array(0), 4, 4)
+    beams = search(drafter, embedding, hidden, 0, 4, 4)
     twin, ids = oracle(drafter, kind, embedding)
     slots = reference.beam_paths(*(np.array(a) for a in (beams.tokens, beams.parents, beams.scores)))
     assert len(slots) == 16
@@ -114,13 +120,15 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     first, second = (dict(tree_flatten(d.parameters())) for d in (drafter, loaded))
     assert first.keys() == second.keys()
     assert all(mx.array_equal(first[key], second[key]).item() for key in first)
+    if drafter.draft_tokens is not None:
+        assert loaded.draft_tokens.tolist() == drafter.draft_tokens.tolist()
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["model_type"] == "recurrent_drafting_drafter"
     assert {key: config[key] for key in BASE} == BASE | {
         key: value for key, value in KINDS[kind].items() if key in BASE
     }
     stored = mx.load(str(tmp_path / "drafter" / "model.safetensors"))
-    assert {key: value.shape for key, value in stored.items()} == expected_shapes(kind)
+    assert {key: value.shape for key, value in stored.items()} == stored_shapes(kind)
 
 
 def write_apple_folder(folder: Path, **changes: Any) -> Path:

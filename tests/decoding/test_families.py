@@ -40,7 +40,7 @@ def verify(wrapped: Target, prefix: list[int], step_size: int = 16) -> tuple[Ver
     wrapped.prefill(mx.array(prefix, mx.int32), cache, step_size=step_size)
     first = wrapped.verify(device_tree(FIRST), cache)
     mx.eval(*first)
-    cache.compact(cache.offset, mx.array(branch()))
+    cache.compact(cache.offset, branch())
     assert cache.offset == len(prefix) + len(branch())
     second = wrapped.verify(device_tree(SECOND), cache)
     return _host(first), _host(second)

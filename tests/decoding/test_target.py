@@ -145,7 +145,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_heads": 4,
             "head_dim": 16,
-            "vocab_size": 64,
+            "vocab_size": 128,
             "hidden_size": 32,
             "intermediate_size": 64,
             "state_size": 8,
@@ -166,7 +166,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 32,
             "num_attention_heads": 2,
             "num_hidden_layers": 2,
-            "vocab_size": 64,
+            "vocab_size": 128,
             "intermediate_size": 48,
             "intermediate_size_mlp": 48,
             "num_key_value_heads": 2,
@@ -181,7 +181,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": (
         "lfm2",
         {
-            "vocab_size": 64,
+            "vocab_size": 128,
             "hidden_size": 32,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
