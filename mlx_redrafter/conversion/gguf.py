@@ -1,72 +1,66 @@
-"""Write GGUF models as folders that mlx-lm loads: packed as shipped, or unpacked to one float type."""
-
-from __future__ import annotations
+"""Write GGUF models as folders that mlx-lm loads: packed as they are, or unpacked to floats."""
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.errors import FormatError
-from mlx_redrafter.formats import gguf
-
-FLOAT_TYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+from mlx_redrafter.formats import gguf, gguf_tokenizer
 
 
-def write_stored(source: Path, folder: Path) -> None:
-    """Write a GGUF file into `folder` in MLX format, packed weights bit for bit as in the file."""
+def write_packed(source: Path, folder: Path) -> None:
+    """Write a GGUF file in MLX format; packed weights stay bit for bit what they are."""
     file = gguf.read(source)
     weights = gguf.weights(file)
-    quantization = _quantization(weights)
-    # Float weights take the type of the scales, or activations would be computed in float32.
-    weights = {
-        name: array.astype(mx.float16) if array.dtype == mx.float32 else array
-        for name, array in weights.items()
+    config = {
+        **gguf.config(file),
+        **gguf_tokenizer.special_ids(file),
+        "torch_dtype": "float16",
     }
-    config = gguf.config(file)
-    if quantization:
+    if quantization := _quantization(weights):
         config["quantization"] = quantization
-    config["torch_dtype"] = "float16"
-    _write_weights(folder, weights)
-    _write_json(folder / "config.json", config)
-    for name, content in gguf.tokenizer(file).items():
+    for name, content in zip(gguf_tokenizer.FILES, gguf_tokenizer.contents(file), strict=True):
         _write_json(folder / name, content)
+    # The norms take the type of the scales: float32 among them would make every activation float32.
+    for name, array in weights.items():
+        if mx.issubdtype(array.dtype, mx.floating):
+            weights[name] = array.astype(mx.float16)
+    _write_model(folder, config, weights)
 
 
-def write_unpacked(stored: Path, folder: Path, dtype: str) -> None:
-    """Derive the folder of one float type from the stored one: the same files, weights dequantised."""
-    config = json.loads((stored / "config.json").read_text())
+def write_unpacked(packed: Path, folder: Path, dtype: str) -> None:
+    """Write the same model with its weights unpacked to `dtype`: float32, bfloat16 or float16."""
+    config = json.loads((packed / "config.json").read_text(encoding="utf-8"))
     quantization = config.pop("quantization", {})
-    loaded: Any = mx.load(str(stored / "model.safetensors"))
-    weights: dict[str, mx.array] = loaded
-    out: dict[str, mx.array] = {}
+    weights: Any = mx.load(str(packed / "model.safetensors"))
+    unpacked = {}
     for name, array in weights.items():
         module, _, leaf = name.rpartition(".")
-        if f"{module}.scales" not in weights:
-            out[name] = array.astype(FLOAT_TYPES[dtype])
-        elif leaf == "weight":
-            setting = quantization.get(module, quantization)
-            full = mx.dequantize(
+        if leaf in ("scales", "biases"):
+            continue
+        if f"{module}.scales" in weights:
+            array = mx.dequantize(
                 array,
                 weights[f"{module}.scales"].astype(mx.float32),
                 weights[f"{module}.biases"].astype(mx.float32),
-                group_size=setting["group_size"],
-                bits=setting["bits"],
+                **quantization.get(module, {key: quantization[key] for key in _PACKING}),
             )
-            out[name] = full.astype(FLOAT_TYPES[dtype])
-    config["torch_dtype"] = dtype
-    _write_weights(folder, out)
-    _write_json(folder / "config.json", config)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copyfile(stored / name, folder / name)
+        unpacked[name] = array.astype(getattr(mx, dtype))
+    for name in gguf_tokenizer.FILES:
+        shutil.copyfile(packed / name, folder / name)
+    _write_model(folder, {**config, "torch_dtype": dtype}, unpacked)
+
+
+_PACKING = ("group_size", "bits")
 
 
 def _quantization(weights: dict[str, mx.array]) -> dict[str, Any]:
-    """config.json's `quantization`: the most common width for all, an entry for each other module."""
-    bits: dict[str, int] = {}
+    """config.json's entry: the most common width, and a line for each module of another."""
+    bits = {}
     for name, scales in weights.items():
         module, _, leaf = name.rpartition(".")
         if leaf == "scales":
@@ -76,26 +70,29 @@ def _quantization(weights: dict[str, mx.array]) -> dict[str, Any]:
         return {}
     widths = sorted(bits.values())
     common = max(widths, key=widths.count)
-    settings: dict[str, Any] = {"group_size": gguf.GROUP_SIZE, "bits": common}
-    for module, width in sorted(bits.items()):
-        if width != common:
-            settings[module] = {"group_size": gguf.GROUP_SIZE, "bits": width}
-    return settings
+    others = {module: width for module, width in sorted(bits.items()) if width != common}
+    return {
+        "group_size": gguf.GROUP_SIZE,
+        "bits": common,
+        **{
+            module: {"group_size": gguf.GROUP_SIZE, "bits": width}
+            for module, width in others.items()
+        },
+    }
 
 
-def _write_weights(folder: Path, weights: dict[str, mx.array]) -> None:
-    """Write model.safetensors in the order of names, so that equal weights give equal files."""
+def _write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+    _write_json(folder / "config.json", config)
     path = folder / "model.safetensors"
-    needed = sum(array.nbytes for array in weights.values())
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
     try:
-        mx.save_safetensors(str(path), dict(sorted(weights.items())), {"format": "mlx"})
-    except RuntimeError as error:  # MLX does not say why a write failed
-        raise OSError(errno.EIO, str(error), str(path)) from error
-    if path.stat().st_size <= needed:
-        raise FormatError(f"{path.name} was not written whole: free some disk space and try again")
+        mx.save_safetensors(str(path), weights, {"format": "mlx"})
+    except RuntimeError as error:
+        if "[write]" not in str(error):
+            raise
+        # MLX does not say why a write failed; of all causes a full disk is the common one.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
