@@ -1,4 +1,4 @@
-"""Stops, streaming and prompts, on an engine that plays scripts: every place in a run is reached."""
+"""Stops, streaming and prompts, on an engine that plays scripts, so that every place is reached."""
 
 import itertools
 
@@ -189,7 +189,7 @@ def test_an_abandoned_answer_leaves_a_cache_to_go_on_from(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["start", "step", "commit"])
+@pytest.mark.parametrize("where", ["step", "commit"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_an_interrupt_inside_the_engine_loses_only_that_call(
     monkeypatch, pair, tokenizer, where, call, error
@@ -199,28 +199,45 @@ def test_an_interrupt_inside_the_engine_loses_only_that_call(
 
     def interrupt(name):
         calls.append(name)
-        if calls.count(where) == call and name == where:
+        if name == where and calls.count(where) == call:
             raise error
 
     played, cache = script(said, [3]), PromptCache()
     played.before = interrupt
-    made = play(monkeypatch, played, played, played)
-    seen = []
+    made, seen = play(monkeypatch, played, played), []
+    stream = stream_generate(pair, prompt, cache=cache, max_tokens=14)
     with pytest.raises(error):
-        for _ in range(3 if where == "start" else 1):
-            seen.clear()
-            for segment in stream_generate(pair, prompt, cache=cache, max_tokens=14):
-                seen += segment.tokens
-    if where == "start":
-        # The prompt was seen before, but for its last token, which is always fed.
-        assert cache.tokens == (prompt[:-1] if call > 1 else [])
-    else:
-        assert cache.tokens == (prompt + seen)[:-1]
+        seen.extend(token for segment in stream for token in segment.tokens)
+    assert seen == said[: 1 + 3 * (call - 1)]
+    assert cache.tokens == made[0].cache.rows == (prompt + seen)[:-1]
     # And the next request goes on from there.
     played.before = lambda name: None
     list(stream_generate(pair, prompt + seen, cache=cache, max_tokens=3))
-    assert made[-1].cache.rows == prompt + seen + said[:2]
-    assert len(made[-1].prefilled) <= len(prompt + seen) - len(cache.tokens) + 2 + len(seen)
+    assert made[1].cache is made[0].cache
+    assert made[1].prefilled == seen[-1:]
+    assert made[1].cache.rows == prompt + seen + said[:2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_prefill_leaves_what_was_there_before(monkeypatch, pair, tokenizer, error):
+    def interrupt(name):
+        raise error
+
+    said, cache = letters(tokenizer, "abcdef"), PromptCache()
+    broken = script(said, [3])
+    broken.before = interrupt
+    made = play(monkeypatch, broken, script(said, [3]), broken, script(said, [3]))
+    prompt = ids(tokenizer, "hi there")
+    with pytest.raises(error):
+        list(stream_generate(pair, prompt, cache=cache))
+    assert cache.tokens == []
+    list(stream_generate(pair, prompt, cache=cache, max_tokens=4))
+    longer = prompt + said
+    with pytest.raises(error):
+        list(stream_generate(pair, longer, cache=cache))
+    assert cache.tokens == prompt + said[:3]
+    list(stream_generate(pair, longer, cache=cache, max_tokens=4))
+    assert made[3].prefilled == said[3:]
 
 
 def test_a_layer_that_cannot_tell_where_it_ends_is_not_trusted_after_an_interrupt(
