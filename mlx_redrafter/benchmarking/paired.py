@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from mlx_redrafter.benchmarking.parity import first_difference
+from mlx_redrafter.decoding.stats import GenerationStats
 from mlx_redrafter.errors import InputError
 
 Item = TypeVar("Item")
@@ -47,11 +48,12 @@ class Spread:
 class TimedRun:
     """Tokens of one run and when each of them arrived, in seconds since the call.
 
-    Tokens that arrived together carry the same time.
+    Tokens that arrived together carry the same time. ``stats`` is None where an arm has none.
     """
 
     tokens: tuple[int, ...]
     times: tuple[float, ...]
+    stats: GenerationStats | None = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.times), (len(self.tokens), len(self.times))
@@ -165,6 +167,15 @@ def arm_rates(rounds: Sequence[Round], arm: str, *, measure: Measure = "decode")
     """Tokens per second of one arm over all rounds."""
     rates = [round_.runs[arm].rate(measure=measure) for round_ in rounds]
     return Spread.of([rate for rate in rates if rate is not None])
+
+
+def tokens_per_step(runs: Iterable[TimedRun]) -> float | None:
+    """Over all runs together: a long answer counts for more. None where no run has steps."""
+    stats = [run.stats for run in runs if run.stats is not None]
+    steps = sum(each.steps for each in stats)
+    if not steps:
+        return None
+    return sum((each.tokens_per_step or 0.0) * each.steps for each in stats) / steps
 
 
 def time_interleaved(

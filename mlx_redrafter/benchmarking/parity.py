@@ -92,13 +92,20 @@ class Comparison:
     def reports(self) -> list[TextReport]:
         return [report for report in (self.candidate, self.reference) if report is not None]
 
-    def count(self, verdict: Verdict) -> int:
-        """Positions with this verdict; the shared part of two different texts counts once."""
+    def unique(self, verdict: Verdict | None = None) -> list[Position]:
+        """Positions of both texts (with this verdict); the part that they share comes once."""
         shared = self.first_difference or 0
-        count = len(self.candidate.having(verdict))
+        positions = list(self.candidate.positions)
         if self.reference is not None:
-            count += sum(position.index >= shared for position in self.reference.having(verdict))
-        return count
+            positions += [each for each in self.reference.positions if each.index >= shared]
+        return [each for each in positions if verdict in (None, each.verdict)]
+
+    def count(self, verdict: Verdict) -> int:
+        return len(self.unique(verdict))
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.unique())
 
     @property
     def same_text(self) -> bool:
@@ -161,6 +168,19 @@ def wrong_ending(tokens: Sequence[int], max_tokens: int, end_tokens: Collection[
     if not ends and len(tokens) < max_tokens:
         return f"stopped after {len(tokens)} of {max_tokens} tokens without an end token"
     return None
+
+
+def same_end(
+    reference: Sequence[int], candidate: Sequence[int], end_tokens: Collection[int]
+) -> list[int]:
+    """The candidate with the reference's end token, where both end at the same place.
+
+    Ours does not give the end token out; which of several it was makes no difference to a user.
+    """
+    both = len(reference) == len(candidate) > 0
+    if both and reference[-1] in end_tokens and candidate[-1] in end_tokens:
+        return [*candidate[:-1], reference[-1]]
+    return list(candidate)
 
 
 def judge_text(
