@@ -72,6 +72,7 @@ class DraftCost:
 class ContextCost:
     """One drafting step, and mlx-lm's passes of as many rows and of one row, at one context.
 
+    ``ratio`` is our step's time over that of mlx-lm's pass of as many rows, pair by pair.
     The ``*_transient`` figures are the most memory (bytes) that a call holds beyond what was held
     before it; a copy of the cache would show there.
     """
@@ -81,6 +82,7 @@ class ContextCost:
     ours: Spread
     mlx_lm_rows: Spread
     mlx_lm_one: Spread
+    ratio: Spread
     ours_transient: int
     mlx_lm_transient: int
 
@@ -209,6 +211,7 @@ def context_costs(
                 ours=Spread.of(seconds["ours"]),
                 mlx_lm_rows=Spread.of(seconds["rows"]),
                 mlx_lm_one=Spread.of(seconds["one"]),
+                ratio=paired_ratio(seconds, "ours", "rows"),
                 ours_transient=_transient(calls["ours"]),
                 mlx_lm_transient=_transient(calls["rows"]),
             )
@@ -223,12 +226,13 @@ def excess_growth(costs: Sequence[ContextCost]) -> tuple[float, float]:
     at the last context (the copy of one layer is one share in as many as there are layers).
     """
     first, last = costs[0], costs[-1]
-    ours = last.ours.median - first.ours.median
-    theirs = last.mlx_lm_rows.median - first.mlx_lm_rows.median
     transient = (last.ours_transient - first.ours_transient) - (
         last.mlx_lm_transient - first.mlx_lm_transient
     )
-    return (ours - theirs) / first.ours.median, transient / last.cache_bytes
+    # From the paired ratio: the contexts are measured one after the other, and the machine's speed
+    # may have changed in between.
+    extra = [(each.ratio.median - 1) * each.mlx_lm_rows.median for each in (first, last)]
+    return (extra[1] - extra[0]) / first.ours.median, transient / last.cache_bytes
 
 
 def verify_call(target: Target, tree: Tree, cache: Cache) -> Call:

@@ -12,9 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
+import mlx_redrafter
 from mlx_redrafter.machine import blas
 
-_PACKAGES = ("mlx-redrafter", "mlx", "mlx-lm", "mkl")
+_PACKAGES = ("mlx", "mlx-lm", "mkl")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -45,7 +46,7 @@ def _cores() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"mlx-redrafter": mlx_redrafter.__version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)

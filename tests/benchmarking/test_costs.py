@@ -72,7 +72,8 @@ def test_context_costs_reach_every_context(target: Target, drafter: Drafter) -> 
 
 def cost(context: int, ours: float, theirs: float, transient: int) -> ContextCost:
     spread = [Spread(value, value, value, 1) for value in (ours, theirs)]
-    return ContextCost(context, 100 * context, *spread, spread[0], transient, 50)
+    ratio = Spread(ours / theirs, ours / theirs, ours / theirs, 1)
+    return ContextCost(context, 100 * context, *spread, spread[0], ratio, transient, 50)
 
 
 def test_excess_growth_is_what_attention_does_not_explain() -> None:
