@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family("phi3", {"partial_rotary_factor": 0.5}),
-    "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16.0}, embed=0.15),
+    "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 4.0}, embed=0.1),
     "granite": Family(
         "granite",
         {
