@@ -35,6 +35,7 @@ __all__ = [
     "Piece",
     "PromptCache",
     "Segment",
+    "check_limits",
     "drafting_status",
     "encode_prompt",
     "generate",
@@ -121,14 +122,8 @@ def stream_generate(
     Raises InputError at once, before any work.
     """
     began = time.perf_counter()
-    if max_tokens == 0 or max_tokens < -1:
-        raise InputError(
-            f"max_tokens is {max_tokens}; it must be at least 1, or -1 to go on until the context "
-            "is full."
-        )
     stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(stops):
-        raise InputError("a stop string is empty; leave it out.")
+    check_limits(max_tokens, stops)
     tokens = encode_prompt(
         pair,
         prompt,
@@ -159,6 +154,17 @@ def stream_generate(
         ),
     )
     return _stream(request, time.perf_counter() - began)
+
+
+def check_limits(max_tokens: int, stops: Sequence[str] = ()) -> None:
+    """Raise InputError where an answer could not be ended by these. Needs no model."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise InputError(
+            f"max_tokens is {max_tokens}; it must be at least 1, or -1 to go on until the context "
+            "is full."
+        )
+    if not all(stops):
+        raise InputError("a stop string is empty; leave it out.")
 
 
 def drafting_status(pair: ModelPair, draft: DraftOptions | None) -> str:
