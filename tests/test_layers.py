@@ -17,6 +17,7 @@ LAYERS = [
     {"generate"},
     {"load", "prompt_cache", "text"},
     {"registry"},
+    {"hub", "shipped"},
     {"conversion"},
     {"decoding"},
     {"formats"},
