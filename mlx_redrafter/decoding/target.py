@@ -70,6 +70,11 @@ class Target:
     def supports_trees(self) -> bool:
         return self.reason is None
 
+    def run_plain(self, reason: str) -> None:
+        """Verify no trees from now on, because of ``reason``; caches are then mlx-lm's own."""
+        self.reason = reason
+        self._trees = False
+
     @property
     def hidden_size(self) -> int:
         return int(self.embed(mx.array([0])).shape[-1])
@@ -111,7 +116,7 @@ class Target:
             tokens = tokens[chunk.shape[0] :]
         logits = self.model(tokens[None], cache=cache)
         cache.wrote(1, final=True)
-        hidden = self._take_hidden()
+        hidden = self.take_hidden()
         return None if hidden is None else hidden[0, -1], logits[0, -1]
 
     def verify(self, tree: Tree, cache: Cache) -> tuple[mx.array | None, mx.array]:
@@ -122,8 +127,22 @@ class Target:
         with self.slot.hold(tree, cache.offset):
             logits = self.model(tree.tokens[None], cache=cache)
         cache.wrote(tree.num_nodes, final=False)
-        states = self._take_hidden()
+        states = self.take_hidden()
         return None if states is None else states[0], logits[0]
+
+    def hidden_states(self, tokens: mx.array, step_size: int = PREFILL_STEP) -> mx.array:
+        """Hidden states (B, T, D) of whole rows of tokens (B, T), for training."""
+        cache = self.make_cache()
+        states: list[mx.array] = []
+        for start in range(0, tokens.shape[1], step_size):
+            chunk = tokens[:, start : start + step_size]
+            self.model(chunk, cache=cache)
+            cache.wrote(chunk.shape[1], final=True)
+            hidden = self.take_hidden()
+            assert hidden is not None
+            mx.eval(hidden)
+            states.append(hidden)
+        return mx.concatenate(states, axis=1)
 
     def _tap(self, stack: nn.Module) -> None:
         """Keep the stack's output. Python looks ``__call__`` up on the class, so subclass it."""
@@ -137,7 +156,8 @@ class Target:
         base = type(stack)
         stack.__class__ = type(base.__name__, (base,), {"__call__": call})
 
-    def _take_hidden(self) -> mx.array | None:
+    def take_hidden(self) -> mx.array | None:
+        """The hidden states (B, T, D) of the last forward pass, once."""
         hidden, self._tapped = self._tapped, None
         return hidden
 

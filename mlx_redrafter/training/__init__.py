@@ -1,1 +1,1 @@
-"""Distils a drafter from a target."""
+"""Distil a drafter: corpus -> hidden states of the frozen target -> soft labels -> drafter."""

@@ -24,7 +24,7 @@ class TreeKVCache:
         self.slot = slot
         self.offset = 0
         self.start = 0  # position of the buffer's first row
-        self.keys: mx.array | None = None  # (1, H, rows, K)
+        self.keys: mx.array | None = None  # (B, H, rows, K); B = 1 where trees are verified
         self.values: mx.array | None = None
         self._incoming: tuple[mx.array, mx.array] | None = None
 
@@ -155,8 +155,8 @@ class WindowedTreeCache(TreeKVCache):
 
 def _grown(buffer: mx.array | None, like: mx.array, used: int, size: int) -> mx.array:
     """``buffer``'s first ``used`` rows and ``size`` empty ones after them."""
-    _, heads, _, width = like.shape
-    empty = mx.zeros((1, heads, size, width), dtype=like.dtype)
+    batch, heads, _, width = like.shape
+    empty = mx.zeros((batch, heads, size, width), dtype=like.dtype)
     return empty if buffer is None else mx.concatenate([buffer[..., :used, :], empty], axis=2)
 
 
