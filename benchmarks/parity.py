@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
         mine = [row for row in rows if row["setting"] == name]
         rate = tokens_per_step(runs[name])
         bar = TOKENS_PER_STEP.get(draft.token_budget)
-        enough = bar is not None and rate is not None and len(prompts) >= JUDGED_FROM
         results[name] = {
             "prompts": len(mine),
             "identical_prompts": sum(row["same_text"] for row in mine),
@@ -75,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
             "largest_noise": max(row["noise"] for row in mine),
             "tokens_per_step": rate,
             "tokens_per_step_bar": bar,
-            "tokens_per_step_met": rate >= bar if enough else None,
+            "tokens_per_step_met": (
+                rate >= bar if bar and rate and len(prompts) >= JUDGED_FROM else None
+            ),
         }
     columns = ["W,L,budget", "prompts", "identical", "positions", "ties", "defects", "tokens/step"]
     say()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
@@ -15,7 +16,7 @@ from mlx_redrafter.benchmarking.paired import Arm, TimedRun
 from mlx_redrafter.decoding.options import DraftOptions
 from mlx_redrafter.errors import CompatibilityError, InputError
 from mlx_redrafter.generate import stream_generate
-from mlx_redrafter.load import ModelPair, load
+from mlx_redrafter.load import CAST_DTYPES, ModelPair, load
 
 MLX_LM = "mlx-lm"
 NO_DRAFT = "no-draft"
@@ -48,8 +49,15 @@ def load_contest(model: str, drafter: str | None, dtype: str | None) -> Contest:
     pair = load(model, drafter, dtype)
     if drafter is not None and pair.drafter is None:
         raise CompatibilityError(f"{model} does not draft: {pair.drafting_reason}.")
-    plain, tokenizer = mlx_lm.load(str(folder))[:2]
-    return Contest(folder, pair, plain, tokenizer)
+    return Contest(folder, pair, *load_mlx_lm(folder, dtype))
+
+
+def load_mlx_lm(folder: Path, dtype: str | None) -> tuple[nn.Module, Any]:
+    """mlx-lm's own model and tokenizer, in the type that `load` gives ours."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    if dtype in CAST_DTYPES:
+        model.set_dtype(getattr(mx, dtype))
+    return model, tokenizer
 
 
 def parse_setting(text: str) -> DraftOptions:

@@ -66,8 +66,9 @@ def run_job(job: MemoryJob) -> MemoryPeak:
         import mlx_lm
 
         from mlx_redrafter import registry
+        from mlx_redrafter.benchmarking.arms import load_mlx_lm
 
-        model, tokenizer = mlx_lm.load(str(registry.resolve(job.model, job.dtype)))[:2]
+        model, tokenizer = load_mlx_lm(registry.resolve(job.model, job.dtype), job.dtype)
         stream: Any = mlx_lm.stream_generate(
             model, tokenizer, job.prompt, max_tokens=job.max_tokens
         )

@@ -69,8 +69,7 @@ class Script:
         """Write the JSON report: what was measured, with what, on what."""
         from mlx_redrafter.benchmarking import environment
 
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        settings["prompts"] = Path(args.prompts).name if "prompts" in settings else None
+        settings = {name: _public(value) for name, value in vars(args).items() if name != "output"}
         document = {
             "benchmark": self.name,
             "bar": self.bar.strip(),
@@ -127,9 +126,14 @@ def _choose_blas(name: str | None) -> None:
     blas.preload()  # raises here where the environment asks for what is not there
 
 
+def _public(value: object) -> object:
+    """A report names folders and files without their place on this machine."""
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
+        return Path(value).name
+    return value
+
+
 def _plain(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    if isinstance(value, Path):
-        return value.name
     raise TypeError(f"{type(value).__name__} in a report")
