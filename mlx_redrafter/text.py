@@ -53,12 +53,10 @@ class Detokenizer:
         if len(self._window) < 2 * self.KEEP:
             return
         last = self._window[-self.KEEP :]
-        if last[0] in self._byte_tokens:
-            return
         suffix = self._decode(last)
         unseen = len(text) - self._shown
-        # A cut inside a character, or where the first token is written differently, does not fit;
-        # one of the next tokens offers a better place.
+        # Inside a character, or where a first token is written differently, the window would not
+        # fit; one of the next tokens offers a better place.
         if text.endswith(suffix) and unseen <= len(suffix):
             self._window = last
             self._shown = len(suffix) - unseen

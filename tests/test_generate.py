@@ -240,8 +240,9 @@ def test_an_interrupted_prefill_leaves_what_was_there_before(monkeypatch, pair, 
     assert made[3].prefilled == said[3:]
 
 
+@pytest.mark.parametrize("where", ["start", "step", "commit"])
 def test_a_layer_that_cannot_tell_where_it_ends_is_not_trusted_after_an_interrupt(
-    monkeypatch, tokenizer
+    monkeypatch, tokenizer, where
 ):
     class Recurrent(FakeCache):
         def __init__(self):
@@ -257,7 +258,8 @@ def test_a_layer_that_cannot_tell_where_it_ends_is_not_trusted_after_an_interrup
     assert cache.tokens
 
     def interrupt(name):
-        raise KeyboardInterrupt
+        if name == where:
+            raise KeyboardInterrupt
 
     played.before = interrupt
     with pytest.raises(KeyboardInterrupt):

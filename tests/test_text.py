@@ -108,6 +108,27 @@ def test_streaming_is_linear(tokenizers, text):
     assert decoded < 40 * len(tokens)
 
 
+def test_a_text_that_depends_on_all_before_it_is_never_cut_off_from_it():
+    class Parity:
+        """Writes in capitals after an odd number of tokens."""
+
+        def decode(self, tokens, **_):
+            return "".join(chr(t).upper() if i % 2 else chr(t) for i, t in enumerate(tokens))
+
+        def convert_tokens_to_ids(self, names):
+            return [None] * len(names)
+
+    for length in (15, 16, 17, 18, 40):
+        tokens = [ord("a") + i % 26 for i in range(length)]
+        assert "".join(stream(Parity(), tokens)) == Parity().decode(tokens)
+
+    class Growing(Parity):
+        def decode(self, tokens, **_):
+            return "".join(f"{i}{chr(t)}" for i, t in enumerate(tokens))
+
+    assert "".join(stream(Growing(), tokens)) == Growing().decode(tokens)
+
+
 def test_mlx_lms_detokenizer_is_not_used_for_a_reason(tokenizers):
     """It drops the leading space; if this fails, mlx-lm was mended and could be used again."""
     tokenizer = tokenizers["byte-level"]

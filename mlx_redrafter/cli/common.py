@@ -33,8 +33,8 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        metavar="FOLDER",
-        help="Its drafter. Default: the one that is known for the model.",
+        metavar="NAME",
+        help="Its drafter, by name or folder. Default: the one that is known for the model.",
         show_default=False,
     ),
 ]
