@@ -140,10 +140,16 @@ class Drafter(nn.Module):
             x = layer(x)
         return x
 
-    def save(self, folder: Path) -> None:
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(weight.size) for _, weight in tree_flatten(self.parameters()))
+
+    def save(self, folder: Path, dtype: mx.Dtype | None = None) -> None:
         """Write ``config.json`` and ``model.safetensors`` (Apple's names) into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = dict(tree_flatten(self.parameters()))
+        if dtype is not None:
+            weights = {name: weight.astype(dtype) for name, weight in weights.items()}
         if self._draft_tokens is not None:
             weights[_DRAFT_TOKENS] = self._draft_tokens
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})

@@ -1,4 +1,4 @@
-"""The training loop: batches of anchors, soft labels from the frozen target, AdamW with a cosine."""
+"""The training loop: batches of anchors, soft labels of the frozen target, AdamW with a cosine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_map
 
 from mlx_redrafter.decoding.drafter import Drafter
 from mlx_redrafter.decoding.target import Target
@@ -20,9 +19,10 @@ from mlx_redrafter.errors import InputError
 from mlx_redrafter.training.corpus import anchors
 from mlx_redrafter.training.features import Shard
 from mlx_redrafter.training.head import head_rows
+from mlx_redrafter.training.inputs import InputScaling
 from mlx_redrafter.training.loss import soft_cross_entropy, teacher_law
 
-VALIDATION_SHARDS = 2  # the last ones of the list: whole rows, never trained on
+VALIDATION_SHARDS = 2  # the first ones: whole rows, never trained on
 _POOL = 4  # shards shuffled together
 
 
@@ -87,6 +87,7 @@ class DrafterTrainer:
         self.known[np.array(tokens)] = True
         weights = [options.depth_decay**i for i in range(options.horizon)]
         self._weights = mx.array(weights) / sum(weights)
+        self._scaling: InputScaling | None = None  # only while training
 
     def train(self, shards: list[Shard], report: Callable[[Progress], None]) -> None:
         """Go over the shards ``epochs`` times. ``report`` is called after every step."""
@@ -101,6 +102,12 @@ class DrafterTrainer:
             ],
             [warmup],
         )
+        sample = next(self._batches(shards[:1], np.random.default_rng(options.seed)))
+        self._scaling = InputScaling.measure(
+            self.drafter, sample.hidden, self._embed(sample.tokens.reshape(-1))
+        )
+        if self.drafter.config.exit_dim == self.drafter.config.hidden_size:
+            start_from_head(self.drafter, self.head)
         optimizer = optim.AdamW(learning_rate=schedule, weight_decay=options.weight_decay)
         gradient = nn.value_and_grad(self.drafter, self.loss)
         started = time.monotonic()
@@ -111,6 +118,8 @@ class DrafterTrainer:
             mx.eval(self.drafter.parameters(), optimizer.state, loss)
             rate = float(optimizer.learning_rate)
             report(Progress(step + 1, steps, float(loss), rate, time.monotonic() - started))
+        self._scaling.fold(self.drafter)
+        self._scaling = None
 
     def loss(self, batch: Batch) -> mx.array:
         """Weighted soft-label cross-entropy over the depths, teacher-forced along the text."""
@@ -126,7 +135,7 @@ class DrafterTrainer:
 
     def agreement(self, shards: list[Shard]) -> list[float]:
         """Share of anchors where the drafter's first choice is the target's, per depth, given the
-        text up to it. A product of these estimates greedy acceptance (over the draft vocabulary)."""
+        text up to it and within the draft vocabulary. Products of these estimate acceptance."""
         hits = np.zeros(self.options.horizon)
         seen = np.zeros(self.options.horizon)
         for batch in self._batches(shards, np.random.default_rng(0)):
@@ -139,11 +148,17 @@ class DrafterTrainer:
 
     def _logits(self, batch: Batch) -> Iterator[mx.array]:
         """Logits (n, V_d) of depth 1, 2, ... given the text's own tokens."""
+        hidden = batch.hidden if self._scaling is None else self._scaling.hidden(batch.hidden)
         state: mx.array | None = None
         for depth in range(self.options.horizon):
-            embedding = self.target.embed(batch.tokens[:, depth]).astype(mx.float32)
+            embedding = self._embed(batch.tokens[:, depth])
+            if self._scaling is not None:
+                embedding = self._scaling.embedding(embedding)
             state = self.drafter.advance(state, embedding)
-            yield self.drafter.head(self.drafter.features(batch.hidden, state))
+            yield self.drafter.head(self.drafter.features(hidden, state))
+
+    def _embed(self, tokens: mx.array) -> mx.array:
+        return self.target.embed(tokens).astype(mx.float32)
 
     def _usable(self, shard: Shard) -> npt.NDArray[np.bool_]:
         rows = shard.rows
@@ -207,15 +222,10 @@ def _batch(rows: list[_Row]) -> Batch:
     )
 
 
-def initial_drafter(drafter: Drafter, head: mx.array, seed: int) -> None:
-    """Start from the target's own head: the drafter then has only to learn where to move h to.
-
-    ``head`` (V_d, D) rows of the target's head. Used where the exit size equals the hidden size.
-    """
-    mx.random.seed(seed)
-    drafter.update(
-        tree_map(lambda w: mx.random.normal(w.shape) * 0.02 * (w.ndim > 1), drafter.parameters())
-    )
-    if drafter.config.exit_dim == drafter.config.hidden_size:
-        drafter.lm_head[-1].weight = head
+def start_from_head(drafter: Drafter, head: mx.array) -> None:
+    """Give the drafter the target's own head, ``head`` (V_d, D), scaled to the usual size of fresh
+    weights: what remains to be learned is where to move the hidden state to."""
+    fresh = drafter.lm_head[-1].weight
+    size = mx.sqrt(mx.square(fresh).mean() / mx.square(head).mean())
+    drafter.lm_head[-1].weight = head * size
     mx.eval(drafter.parameters())

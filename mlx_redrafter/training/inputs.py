@@ -1,0 +1,54 @@
+"""Inputs of the drafter brought to one scale while it is trained.
+
+Hidden states have a few directions that are ten times as wide as the rest, and embeddings are
+small. Adam moves every weight alike, so it learns fastest where all inputs are alike. The scaling
+is linear and folds into the weights afterwards: the format knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_redrafter.decoding.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class InputScaling:
+    """hidden -> (hidden - centre) / spread, embedding -> embedding / size; centre, spread (D,)."""
+
+    centre: mx.array
+    spread: mx.array
+    size: mx.array
+
+    @classmethod
+    def measure(cls, drafter: Drafter, hidden: mx.array, embeddings: mx.array) -> InputScaling:
+        """From samples of hidden states and embeddings (n, D). Where the drafter has no matrix to
+        fold into (no input_proj, no RNN) the input stays as it is."""
+        size = drafter.config.hidden_size
+        centre, spread, scale = mx.zeros((size,)), mx.ones((size,)), mx.array(1.0)
+        if "input_proj" in drafter:
+            centre, spread = hidden.mean(axis=0), mx.maximum(mx.std(hidden, axis=0), 1e-4)
+        if drafter.config.rnn:
+            scale = mx.maximum(mx.sqrt(mx.square(embeddings).mean()), 1e-6)
+        mx.eval(centre, spread, scale)
+        return cls(centre, spread, scale)
+
+    def hidden(self, hidden: mx.array) -> mx.array:
+        return (hidden - self.centre) / self.spread
+
+    def embedding(self, embedding: mx.array) -> mx.array:
+        return embedding / self.size
+
+    def fold(self, drafter: Drafter) -> None:
+        """Rewrite the weights so that they take the raw inputs."""
+        size = drafter.config.hidden_size
+        if "input_proj" in drafter:
+            weight, bias = drafter.input_proj.weight, drafter.input_proj.bias
+            context = weight[:, :size] / self.spread
+            drafter.input_proj.weight = mx.concatenate([context, weight[:, size:]], axis=1)
+            drafter.input_proj.bias = bias - context @ self.centre
+        if drafter.config.rnn:
+            drafter.rnn_w.weight = drafter.rnn_w.weight / self.size
+        mx.eval(drafter.parameters())
