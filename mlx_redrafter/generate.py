@@ -203,7 +203,7 @@ def _stream(request: _Request, encode_s: float) -> Iterator[Segment]:
     at_rest = False
     try:
         began = time.perf_counter()
-        first = decoder.start(request.prompt, cache)
+        first = decoder.start(request.prompt, cache, max_tokens=request.limit)
         stats.prefill_s = time.perf_counter() - began
         stats.ttft_s = encode_s + stats.prefill_s
         stats.emitted = 1

@@ -155,7 +155,9 @@ class FakeDecoder:
         assert self.cache is not None
         return self.cache.offset
 
-    def start(self, prompt: list[int], cache: FakeCache | None = None) -> int:
+    def start(
+        self, prompt: list[int], cache: FakeCache | None = None, *, max_tokens: int | None = None
+    ) -> int:
         self.cache = FakeCache() if cache is None else cache
         assert not self.cache.unsettled, "the cache was put back in the middle of a step"
         assert self.cache.rows == prompt[: self.cache.offset], (

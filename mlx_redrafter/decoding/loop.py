@@ -6,6 +6,7 @@ predicted ``token``. It holds between steps and after a stop anywhere inside an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -72,10 +73,18 @@ class Decoder:
         return self.cache.offset
 
     def start(
-        self, prompt: list[int], cache: Cache | None = None, prefill_step: int = PREFILL_STEP
+        self,
+        prompt: list[int],
+        cache: Cache | None = None,
+        *,
+        max_tokens: int | None = None,
+        prefill_step: int = PREFILL_STEP,
     ) -> int:
         """Prefill and choose the first token. A cache that already holds a prefix of the prompt
-        is continued: only what comes after its offset is prefilled, at least one token."""
+        is continued: only what comes after its offset is prefilled, at least one token.
+
+        ``max_tokens`` is a hint: past so many tokens, no pass is queued before it is asked for.
+        """
         self.cache = self.target.make_cache() if cache is None else cache
         new = prompt[self.cache.offset :]
         if not new:
@@ -85,6 +94,7 @@ class Decoder:
         )
         chosen = self.choose(logits[None], propose_nothing(hidden, mx.array(0)), self.offset - 1)
         self._next(hidden, chosen[0])
+        self._wanted = math.inf if max_tokens is None else max_tokens - 1
         (token,) = self.read(chosen)
         self._step: Step | None = None
         return token
@@ -103,6 +113,7 @@ class Decoder:
         count, *rest = self.read(round_.packed)
         self._path, tokens = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         self._step = Step(tokens[:count], count - 1)
+        self._wanted -= count
         return self._step
 
     def commit(self, num_tokens: int) -> None:
@@ -145,8 +156,9 @@ class Decoder:
         mx.async_eval(self.tree.arrays)
 
     def _run_ahead(self, round_: _Round) -> None:
-        """One node always commits one row, so the next pass need not wait for the read."""
+        """One node always commits one token, so the next pass need not wait for the read."""
         self.cache.compact(self._base, [0])
         hidden = None if round_.states is None else round_.states[0]
         self._next(hidden, round_.chosen[0])
-        self._ahead = self._verify(self.tree)
+        if self._wanted > 1:
+            self._ahead = self._verify(self.tree)

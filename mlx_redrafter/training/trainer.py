@@ -33,7 +33,7 @@ class TrainOptions:
     anchors_per_batch: int = 2048
     epochs: float = 1.0
     learning_rate: float = 1e-3
-    warmup: float = 0.03  # share of all steps
+    warmup: float = 0.05  # share of all steps
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     seed: int = 0
@@ -108,7 +108,12 @@ class DrafterTrainer:
         )
         if self.drafter.config.exit_dim == self.drafter.config.hidden_size:
             start_from_head(self.drafter, self.head)
-        optimizer = optim.AdamW(learning_rate=schedule, weight_decay=options.weight_decay)
+        optimizer = optim.AdamW(
+            schedule,
+            betas=[0.9, 0.99],
+            weight_decay=options.weight_decay,
+            bias_correction=True,  # else the first steps are three times as long
+        )
         gradient = nn.value_and_grad(self.drafter, self.loss)
         started = time.monotonic()
         for step, batch in zip(range(steps), self._endless(shards), strict=False):
