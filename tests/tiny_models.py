@@ -53,6 +53,13 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+_MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _SLIDING = ["sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, Family] = {
@@ -72,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3-longrope": Family("phi3", {"rope_scaling": _LONG_ROPE}),
     "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 4.0}, embed=0.1),
     "granite": Family(
         "granite",
@@ -89,6 +97,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
+    ),
+    "qwen2_moe": Family("qwen2_moe", _MIXTURE, experts=True),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        _MIXTURE
+        | {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        experts=True,
     ),
     "olmo2": Family("olmo2"),
     "glm4": Family(

@@ -6,8 +6,11 @@ from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import DraftOptions, SamplingOptions
@@ -19,12 +22,14 @@ from tests.decoding.harness import (
     Case,
     case,
     check_lossless,
+    margins,
     pristine,
     random_drafter,
     run,
     scripted,
     target,
 )
+from tests.decoding.test_target import unfit
 from tests.tiny_models import WINDOW
 
 FOUR = DraftOptions(beam_width=4, beam_length=4, token_budget=9)
@@ -56,7 +61,7 @@ def test_scripted_drafts(width: int, length: int, budget: int) -> None:
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_families(family: str) -> None:
-    assert max(check_lossless(case(family), FOUR, count=60)) >= 3
+    assert max(check_lossless(case(family, count=76), FOUR, count=60)) >= 3
 
 
 @pytest.mark.parametrize("family", ["llama-window", "gemma3_text", "cohere2", "gpt_oss", "olmo3"])
@@ -72,11 +77,10 @@ def test_past_three_windows(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_sampled_text_is_the_keyed_plain_text(family: str, temperature: float) -> None:
     """The right text depends on (prompt, seed) alone."""
-    histogram = check_lossless(case(family, temperature=temperature, seed=3), FOUR)
-    assert max(histogram) >= 3
-    other = case(family, temperature=temperature, seed=4)
-    assert other.text != case(family, temperature=temperature, seed=3).text
-    check_lossless(other, FOUR, count=40)
+    known = [case(family, temperature=temperature, seed=seed, count=60) for seed in (3, 4)]
+    assert known[0].text != known[1].text
+    assert max(check_lossless(known[0], FOUR, count=50)) >= 3
+    check_lossless(known[1], FOUR, count=30)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,27 @@ def test_prompt_longer_than_a_prefill_step(step_size: int) -> None:
     assert emitted == known.text[: len(emitted)]
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", [1, 3, 4])
 def test_other_scripts_and_models(seed: int) -> None:
     check_lossless(case(model_seed=seed), FOUR, seed=seed, wrapped=target("llama", seed))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mixtral"])
+def test_quantised(family: str) -> None:
+    """4-bit weights: on the CPU a row does not depend on how many there are, so that the text is exact."""
+    assert max(check_lossless(case(family, dtype="4bit", count=76), FOUR, count=60)) >= 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_bfloat16_differs_at_ties_only(family: str) -> None:
+    known = case(family, dtype="bfloat16")
+    decoder, _ = scripted(known, FOUR)
+    emitted = run(decoder, decoder.start(list(PROMPT)), 90)[:90]
+    margin = margins(pristine(family, dtype="bfloat16"), PROMPT, known.text)
+    differ = [i for i, token in enumerate(emitted) if token != known.text[i]]
+    noise = np.median(margin) / 4  # bfloat16 has eight bits: a tie is wide
+    assert not differ or margin[differ[0]] < noise, f"at {differ[0]}: margin {margin[differ[0]]}"
+    assert not differ or differ[0] >= 10
 
 
 # --- a real drafter --------------------------------------------------------------------------------------------------
@@ -126,7 +148,7 @@ def test_random_drafters(
     draft = DraftOptions(beam_width=width, beam_length=length, token_budget=budget)
     drafter = random_drafter(target("llama"), **config)
     decoder = Decoder(target("llama"), drafter, draft, known.sampling)
-    emitted = run(decoder, decoder.start(list(PROMPT)), 60)
+    emitted = run(decoder, decoder.start(list(PROMPT)), 50 if width < 50 else 8)
     assert emitted == known.text[: len(emitted)]
 
 
@@ -362,6 +384,32 @@ def test_plain_pipelining_leaves_nothing_behind() -> None:
     emitted = run(decoder, decoder.start(list(PROMPT)), 15)
     decoder.step()
     next_turn([*PROMPT, *emitted], decoder.cache, "llama", draft=False)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "hybrid", "recurrent"])
+def test_plain_only_models_resume_or_refuse(kind: str) -> None:
+    """Plain decoding has fed one token ahead. A cache that cannot forget it must say so."""
+    model, twin = plain_only(kind), plain_only(kind)
+    wrapped = Target(model)
+    decoder = Decoder(wrapped, None, None, SamplingOptions())
+    emitted = run(decoder, decoder.start(list(PROMPT)), 10)
+    prompt = [*PROMPT, *emitted, 12, 0, 77]
+    kept = decoder.cache
+    if not kept.rewind(kept.offset):
+        assert kind != "dynamic"
+        kept = wrapped.make_cache()
+    again = Decoder(wrapped, None, None, SamplingOptions())
+    found = run(again, again.start(prompt, kept), 10)
+    cold = make_prompt_cache(twin)
+    expected = [token for token, _ in generate_step(mx.array(prompt), twin, prompt_cache=cold, max_tokens=10)]
+    assert found == [int(token) for token in expected]
+
+
+def plain_only(kind: str) -> nn.Module:
+    if kind == "dynamic":
+        scaling = {"type": "dynamic", "factor": 2.0}
+        return tiny_models.build("llama", rope_scaling=scaling, max_position_embeddings=64)
+    return unfit(kind)
 
 
 def test_a_shorter_prompt_than_the_cache_is_refused() -> None:

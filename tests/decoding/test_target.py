@@ -1,11 +1,13 @@
 """Target: any mlx-lm model through its hooks, against the unmodified model recomputed in full."""
 
+import importlib
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -70,7 +72,7 @@ def test_wrapped_model_is_still_the_model() -> None:
 
 
 def test_weights_keep_their_names() -> None:
-    names = [sorted(k for k, _ in nn.utils.tree_flatten(m.parameters())) for m in (target("llama").model, pristine("llama"))]
+    names = [sorted(k for k, _ in tree_flatten(m.parameters())) for m in (target("llama").model, pristine("llama"))]
     assert names[0] == names[1]
 
 
@@ -203,12 +205,16 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
 
 def unfit(kind: str) -> nn.Module:
     """A model whose cache cannot hold a tree. The same weights each time."""
-    import importlib
-
-    mx.random.seed(0)
     name, config = UNFIT[kind]
     module = importlib.import_module(f"mlx_lm.models.{name}")
     model = module.Model(module.ModelArgs.from_dict({"model_type": name} | config))
+    rng = np.random.default_rng(0)
+    weights = []
+    for key, value in tree_flatten(model.parameters()):
+        noise = mx.array(rng.standard_normal(value.shape).astype(np.float32))
+        scale = 2.0 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.3
+        weights.append((key, scale * noise + (1.0 if "norm" in key else 0.0)))
+    model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
     return model
 
