@@ -1,0 +1,182 @@
+"""Batches are aligned as decoding aligns them, and training makes a drafter that is accepted."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
+from mlx_redrafter.decoding.loop import Decoder
+from mlx_redrafter.decoding.options import DraftOptions
+from mlx_redrafter.decoding.target import Target
+from mlx_redrafter.errors import FormatError, InputError
+from mlx_redrafter.training.corpus import Corpus
+from mlx_redrafter.training.features import Shard, extract, shards
+from mlx_redrafter.training.head import head_rows
+from mlx_redrafter.training.trainer import DrafterTrainer, TrainOptions
+from tests import reference
+from tests.decoding import harness
+
+LENGTH = 24
+
+
+def own_text(target: Target, rows: int) -> Corpus:
+    """Greedy text of the target from a few prompts, so that a drafter can learn it by heart."""
+    texts = []
+    for row in range(rows):
+        decoder = Decoder(target)
+        text = [row % 4 + 1, 7]
+        text.append(decoder.start(text))
+        while len(text) < LENGTH:
+            text += decoder.step().tokens
+            decoder.commit(1)
+        texts.append(text[:LENGTH])
+    ids = np.array(texts, dtype=np.int32)
+    role = np.ones_like(ids, dtype=np.uint8)
+    role[:, :2] = 0
+    return Corpus("own", ids, role)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return harness.target("llama")
+
+
+@pytest.fixture
+def corpus(target: Target) -> Corpus:
+    return own_text(target, 160)
+
+
+def test_hidden_states_are_those_that_decoding_taps(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    (shard,) = shards([Corpus("few", corpus.ids[:3], corpus.role[:3])], tmp_path)
+    extract(target, [shard])
+    expected = reference.states(harness.pristine("llama"), corpus.ids[2].tolist())
+    np.testing.assert_allclose(shard.hidden()[2], expected, rtol=2e-3, atol=2e-3)
+
+
+def test_parts_share_the_work_and_a_second_run_does_none(
+    target: Target, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = shards([corpus], tmp_path)
+    assert len(wanted) == 3
+    extract(target, wanted, part=(1, 2))
+    assert [shard.path.exists() for shard in wanted] == [False, True, False]
+    extract(target, wanted, part=(0, 2))
+    assert all(shard.path.exists() for shard in wanted)
+    assert len(list(tmp_path.iterdir())) == 3
+    monkeypatch.setattr(target, "hidden_states", None)
+    extract(target, wanted)
+
+
+def test_an_interrupted_shard_leaves_nothing(
+    target: Target, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mx, "save_safetensors", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        extract(target, shards([corpus], tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_or_foreign_shard_is_named(tmp_path: Path) -> None:
+    corpus = Corpus("own", np.ones((2, 4), dtype=np.int32), np.ones((2, 4), dtype=np.uint8))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"cut")
+    with pytest.raises(FormatError, match=r"x\.safetensors"):
+        Shard(corpus, slice(0, 2), path).hidden()
+    mx.save_safetensors(str(path), {"hidden": mx.zeros((2, 5, 8))})
+    with pytest.raises(FormatError, match="another corpus"):
+        Shard(corpus, slice(0, 2), path).hidden()
+
+
+def test_head_rows_give_the_models_logits() -> None:
+    for family, dtype in (("llama", "float32"), ("qwen2", "4bit")):
+        target = harness.target(family, dtype=dtype)
+        tokens = mx.array([3, 90, 17])
+        rows = head_rows(target, tokens)
+        states, logits = target.prefill(mx.array([5, 6]), target.make_cache())
+        assert states is not None
+        np.testing.assert_allclose(
+            np.array(rows @ states), np.array(logits[tokens]), rtol=0.01, atol=0.02
+        )
+
+
+def test_every_depth_predicts_what_decoding_will_ask_for(target: Target, corpus: Corpus) -> None:
+    """Anchor p: hidden state at p, token p + 1 and on as input, target states from p + 1 on as
+    labels. The text is greedy, so each label's argmax is the text's own next token."""
+    hidden = target.hidden_states(mx.array(corpus.ids[:5]))
+    drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
+    trainer = DrafterTrainer(target, drafter, TrainOptions(horizon=3))
+    from mlx_redrafter.training import trainer as module
+
+    usable = trainer._usable(Shard(corpus, slice(0, 5), Path()))
+    batch = module._batch([(np.array(hidden[i]), corpus.ids[i], usable[i]) for i in range(5)])
+    row, place = np.nonzero(usable[:, :, 0])
+    wanted = np.array(mx.argmax(batch.states @ trainer.head.T, axis=-1))
+    for index, (r, p) in enumerate(zip(row, place, strict=True)):
+        np.testing.assert_allclose(np.array(batch.hidden)[index], np.array(hidden[r, p]), atol=1e-5)
+        for depth in range(1, 4):
+            if usable[r, p, depth - 1]:
+                assert batch.tokens[index, depth - 1].item() == corpus.ids[r, p + depth]
+                label = wanted[int(batch.label_rows[index, depth - 1])]
+                assert label == corpus.ids[r, p + depth + 1]
+
+
+def test_a_drafter_that_knows_the_text_is_accepted(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Learned by heart, it must be accepted nearly always: labels or states off by one are not."""
+    wanted = shards([corpus], tmp_path)
+    extract(target, wanted)
+    drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
+    options = TrainOptions(
+        horizon=3, anchors_per_batch=256, epochs=12, learning_rate=5e-3, depth_decay=1.0
+    )
+    losses = []
+    trainer = DrafterTrainer(target, drafter, options)
+    trainer.train(wanted, lambda progress: losses.append(progress.loss))
+    assert losses[-1] < 0.7 * losses[0]
+    agreement = trainer.agreement(wanted)
+    assert min(agreement) > 0.9, agreement
+
+    decoder = Decoder(target, drafter, DraftOptions(1, 3, 3))
+    text = [1, 7]
+    text.append(decoder.start(text))
+    accepted = []
+    while len(text) < LENGTH - 4:
+        step = decoder.step()
+        text += step.tokens
+        accepted.append(step.num_accepted)
+        decoder.commit(len(step.tokens))
+    assert text[: LENGTH - 4] == corpus.ids[0, : LENGTH - 4].tolist()
+    assert sum(accepted) / len(accepted) > 2.2, accepted
+
+
+def test_the_same_seed_gives_the_same_weights(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    wanted = shards([Corpus("few", corpus.ids[:64], corpus.role[:64])], tmp_path)
+    extract(target, wanted)
+    weights = []
+    for seed in (1, 1, 2):
+        mx.random.seed(0)
+        drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
+        options = TrainOptions(horizon=1, anchors_per_batch=256, seed=seed)
+        DrafterTrainer(target, drafter, options).train(wanted, lambda progress: None)
+        weights.append(np.array(drafter.rnn_w.weight))
+    np.testing.assert_allclose(weights[0], weights[1], atol=1e-6)
+    assert np.abs(weights[0] - weights[2]).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"horizon": 0}, {"horizon": 9}, {"epochs": 0}, {"anchors_per_batch": 0}, {"learning_rate": 2}],
+)
+def test_options_are_checked(values: dict[str, float]) -> None:
+    with pytest.raises(InputError):
+        TrainOptions(**values)  # type: ignore[arg-type]
