@@ -56,7 +56,9 @@ def accept(tree: Tree, chosen: mx.array) -> Walk:
 
 
 def _accept_chain(tree: Tree, chosen: mx.array) -> Walk:
-    hits = tree.tokens[1:] == chosen[:-1]
-    last = mx.cumprod(hits.astype(mx.int32)).sum().astype(mx.int32)
+    hits = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
+    # The root always counts, which also spares mlx 0.32.2 a product over no rows.
+    visited = mx.cumprod(mx.concatenate([mx.ones((1,), dtype=mx.int32), hits]))
+    count = visited.sum().astype(mx.int32)
     nodes = mx.arange(tree.num_nodes, dtype=mx.int32)
-    return Walk(path=nodes, tokens=chosen, count=last + 1, last=last)
+    return Walk(path=nodes, tokens=chosen, count=count, last=count - 1)
