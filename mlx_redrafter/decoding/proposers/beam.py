@@ -16,7 +16,15 @@ Embed = Callable[[mx.array], mx.array]
 class BeamProposer:
     """Proposes one tree per step. Holds no state between steps: the drafter has no KV cache."""
 
-    def __init__(self, drafter: Drafter, embed: Embed, options: DraftOptions) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        embed: Embed,
+        options: DraftOptions,
+        compiled: bool | None = None,
+    ) -> None:
+        """``compiled`` None: on a GPU, where launching many small kernels costs more than running
+        them. On a CPU mx.compile would call a C++ compiler."""
         self.drafter = drafter
         self.embed = embed
         self.options = options
@@ -30,15 +38,25 @@ class BeamProposer:
                 mx.contiguous(weight[:, size:]).T,
             )
             mx.eval(self._halves)
+        if compiled is None:
+            compiled = mx.default_device().type == mx.DeviceType.gpu
+        self._draft = mx.compile(self._draft_eagerly) if compiled else self._draft_eagerly
 
     def __call__(self, hidden: mx.array, token: mx.array) -> Tree:
         """The tree under the root ``token`` (), drafted from ``hidden`` (D,)."""
+        budget, chain = self.options.token_budget, self.options.beam_width == 1
+        tokens, parents, depths, mask, valid = self._draft(hidden, token)
+        depth = budget if chain else min(self.options.beam_length, budget)
+        return Tree(tokens, parents, depths, mask, valid, max_depth=depth, chain=chain)
+
+    def _draft_eagerly(self, hidden: mx.array, token: mx.array) -> tuple[mx.array, ...]:
+        """The arrays of the tree. Shapes are fixed, so on a GPU this is compiled once."""
         options = self.options
         # In a chain, links past the budget would be drafted in vain.
-        chain = options.beam_width == 1
-        length = options.token_budget if chain else options.beam_length
+        length = options.token_budget if options.beam_width == 1 else options.beam_length
         beams = self.search(hidden, token, options.beam_width, length)
-        return build_tree(token, beams, options.token_budget)
+        tree = build_tree(token, beams, options.token_budget)
+        return tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid
 
     def search(self, hidden: mx.array, token: mx.array, width: int, length: int) -> Beams:
         """Beam search (paper, section 3.2). hidden (D,), token () -> Beams of (length, width).
