@@ -1,18 +1,15 @@
-"""Shared fixtures. Importing the package comes first: it loads the BLAS that mlx takes over on Linux."""
+"""Shared fixtures. The package is imported first: it loads the BLAS that mlx takes over on Linux."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import mlx_redrafter  # noqa: F401  isort: skip
+import mlx_redrafter  # noqa: E402, F401
 
-import numpy as np
-import pytest
-
-_PLUGINS = ["tests.conftest_builtin"]
-pytest_plugins = [name for name in _PLUGINS if Path(__file__).with_name(f"{name[6:]}.py").exists()]
+pytest_plugins = ["tests.conftest_builtin"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +18,3 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("MLX_REDRAFTER_HOME", str(folder))
     return folder
-
-
-@pytest.fixture
-def rng() -> Callable[[int], np.random.Generator]:
-    return np.random.default_rng

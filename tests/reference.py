@@ -1,6 +1,7 @@
 """Slow oracles, written from the equations of the design and from nothing else.
 
-They use an unmodified mlx-lm model without any cache, NumPy, and plain Python loops. Nothing here imports the engine.
+They use an unmodified mlx-lm model without any cache, NumPy, and plain Python loops. Nothing here
+imports the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ import mlx.nn as nn
 import numpy as np
 
 Path = tuple[int, ...]
-Choose = Callable[[np.ndarray, int], int]  # (logits (V,), absolute position of the chosen token) -> token
+# (logits (V,), absolute position of the chosen token) -> token
+Choose = Callable[[np.ndarray, int], int]
 
 
-# --- the target ------------------------------------------------------------------------------------------------------
+# --- the target -----------------------------------------------------------------------------------
 
 
 def logits(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
@@ -24,7 +26,9 @@ def logits(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
 
 
 def states(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
-    """(T, D): what the inner stack returns, after the final norm; row t predicted the token at position t + 1."""
+    """(T, D): what the inner stack returns, after the final norm; row t predicted the token at
+    position t + 1.
+    """
     return np.array(model.model(mx.array([list(tokens)]))[0].astype(mx.float32))
 
 
@@ -32,7 +36,9 @@ def argmax(row: np.ndarray, position: int) -> int:
     return int(np.argmax(row))
 
 
-def decode(model: nn.Module, prompt: Sequence[int], count: int, choose: Choose = argmax) -> list[int]:
+def decode(
+    model: nn.Module, prompt: Sequence[int], count: int, choose: Choose = argmax
+) -> list[int]:
     """The `count` tokens after the prompt, the whole text recomputed for each."""
     text = list(prompt)
     for _ in range(count):
@@ -43,7 +49,9 @@ def decode(model: nn.Module, prompt: Sequence[int], count: int, choose: Choose =
 def decode_by_row(
     model: nn.Module, cache: list[Any], prefix: Sequence[int], path: Sequence[int]
 ) -> np.ndarray:
-    """(len(path), V): logits after each token of the path, fed one row at a time to mlx-lm's own cache."""
+    """(len(path), V): logits after each token of the path, fed one row at a time to mlx-lm's own
+    cache.
+    """
     _prefill(model, cache, prefix)
     return np.stack([_feed(model, cache, [token])[-1] for token in path])
 
@@ -51,7 +59,9 @@ def decode_by_row(
 def decode_by_chunk(
     model: nn.Module, cache: list[Any], prefix: Sequence[int], path: Sequence[int]
 ) -> np.ndarray:
-    """The same as `decode_by_row` with the path in one pass: their difference is the model's own rounding noise."""
+    """The same as `decode_by_row` with the path in one pass: their difference is the model's own
+    rounding noise.
+    """
     _prefill(model, cache, prefix)
     return _feed(model, cache, path)
 
@@ -66,7 +76,7 @@ def _feed(model: nn.Module, cache: list[Any], tokens: Sequence[int]) -> np.ndarr
     return np.array(model(mx.array([list(tokens)]), cache=cache)[0].astype(mx.float32))
 
 
-# --- the drafter (design 4.2) ----------------------------------------------------------------------------------------
+# --- the drafter (design 4.2) ---------------------------------------------------------------------
 
 
 @dataclass
@@ -78,7 +88,9 @@ class NumpyDrafter:
     layers: int
 
     def log_q(self, hidden: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Log-probabilities of the next draft token (over the head's rows) after tokens = [g_0, g_1, ...]."""
+        """Log-probabilities of the next draft token (over the head's rows) after tokens = [g_0,
+        g_1, ...].
+        """
         w = self.weights
         state = np.zeros(self.embedding.shape[1])
         for token in tokens:
@@ -105,15 +117,17 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum())
 
 
-# --- beams and trees (design 4.3) ------------------------------------------------------------------------------------
+# --- beams and trees (design 4.3) -----------------------------------------------------------------
 
 
 def beam_search(
     log_q: Callable[[Path], np.ndarray], ids: Sequence[int], width: int, length: int
 ) -> list[dict[Path, float]]:
-    """Levels 1..length: {path of target token ids: joint log-probability}, the best `width` continuations of each level.
+    """Levels 1..length: {path of target token ids: joint log-probability}, the best `width`
+    continuations of each level.
 
-    `log_q(path)` scores the next draft token after the root and `path`; `ids[r]` is the target token of head row r.
+    `log_q(path)` scores the next draft token after the root and `path`; `ids[r]` is the target
+    token of head row r.
     """
     levels: list[dict[Path, float]] = []
     beams: dict[Path, float] = {(): 0.0}
@@ -153,8 +167,12 @@ def _path_of(tokens: np.ndarray, parents: np.ndarray, level: int, column: int) -
 def best_prefixes(
     tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, budget: int
 ) -> list[Path]:
-    """The `budget` best prefixes of all beams by joint log-probability; the shallower (then the first) wins a tie."""
-    slots = sorted(beam_paths(tokens, parents, scores), key=lambda slot: (-slot[0], slot[1], slot[2]))
+    """The `budget` best prefixes of all beams by joint log-probability; the shallower (then the
+    first) wins a tie.
+    """
+    slots = sorted(
+        beam_paths(tokens, parents, scores), key=lambda slot: (-slot[0], slot[1], slot[2])
+    )
     return [path for *_, path in slots[:budget]]
 
 
@@ -208,11 +226,15 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int, depth: int = 4
     return HostTree(tokens, parents)
 
 
-# --- acceptance (design 4.4) -----------------------------------------------------------------------------------------
+# --- acceptance (design 4.4) ----------------------------------------------------------------------
 
 
-def walk(tree: HostTree, chosen: Sequence[int], valid: Sequence[bool] | None = None) -> tuple[list[int], list[int]]:
-    """(path of node ids from the root, tokens): follow the chosen tokens while the tree has them as children."""
+def walk(
+    tree: HostTree, chosen: Sequence[int], valid: Sequence[bool] | None = None
+) -> tuple[list[int], list[int]]:
+    """(path of node ids from the root, tokens): follow the chosen tokens while the tree has them as
+    children.
+    """
     node, path, tokens = 0, [0], []
     while True:
         tokens.append(int(chosen[node]))

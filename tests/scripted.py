@@ -1,8 +1,9 @@
 """A scripted draft: beams that hold the true continuation up to a random depth, among distractors.
 
-A random drafter is nearly always wrong, so that a broken engine is never asked to accept anything. This one knows the
-text. It finds its place by the hidden state alone, on the device, and so it can be called at any moment of a step,
-inside a compiled function or not; a hidden state that belongs to no position of the text yields no draft at all.
+A random drafter is nearly always wrong, so that a broken engine is never asked to accept anything.
+This one knows the text. It finds its place by the hidden state alone, on the device, and so it can
+be called at any moment of a step, inside a compiled function or not; a hidden state that belongs to
+no position of the text yields no draft at all.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ class Script:
         return Beams(tokens=self._tokens[row], parents=self._parents[row], scores=scores)
 
     def accepted(self, row: int, budget: int) -> int:
-        """How many drafted tokens a correct engine accepts at this place: the true ones among the kept nodes."""
+        """How many drafted tokens a correct engine accepts at this place: the true ones among the
+        kept nodes.
+        """
         kept = set(
             reference.best_prefixes(self.tokens[row], self.parents[row], self.scores[row], budget)
         )
@@ -59,7 +62,9 @@ def write_script(
     seed: int = 0,
     tolerance: float = 1e-3,
 ) -> Script:
-    """`text` is the true continuation and `states` (len(text), D) what predicted each of its tokens."""
+    """`text` is the true continuation and `states` (len(text), D) what predicted each of its
+    tokens.
+    """
     rng = np.random.default_rng(seed)
     text = [int(token) for token in text]
     places = len(text) - length
@@ -81,8 +86,9 @@ def _levels(
 ) -> list[list[tuple[float, int, int]]]:
     """Levels of (joint score, parent column, token), best first, as a beam search returns them.
 
-    The first `right` tokens are the true ones. A quarter of the distractors repeat the true token of their depth below
-    a wrong parent: they score as if true, and only their place in the tree makes them wrong.
+    The first `right` tokens are the true ones. A quarter of the distractors repeat the true token
+    of their depth below a wrong parent: they score as if true, and only their place in the tree
+    makes them wrong.
     """
     levels: list[list[tuple[float, int, int]]] = []
     scores, true_column = [0.0], 0  # of the level above; -1 once the draft has left the truth

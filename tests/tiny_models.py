@@ -1,8 +1,9 @@
 """Tiny random mlx-lm models whose greedy text does not loop.
 
-Random weights at the usual scale give a model that repeats itself after a few tokens, and on such a text nearly any
-bug of a speculative decoder stays invisible. Here the weights are scaled up, which makes the next token depend on the
-whole context, and `assert_diverse` refuses a text with a short period.
+Random weights at the usual scale give a model that repeats itself after a few tokens, and on such a
+text nearly any bug of a speculative decoder stays invisible. Here the weights are scaled up, which
+makes the next token depend on the whole context, and `assert_diverse` refuses a text with a short
+period.
 """
 
 import importlib
@@ -34,8 +35,8 @@ _BASE: dict[str, Any] = {
 class Family:
     """One architecture of mlx-lm at toy size.
 
-    `window` is set where layers slide, `experts` for mixtures; `embed` scales the embeddings of models that multiply
-    them, so that the residual stream does not drown the layers.
+    `window` is set where layers slide, `experts` for mixtures; `embed` scales the embeddings of
+    models that multiply them, so that the residual stream does not drown the layers.
     """
 
     module: str
@@ -53,7 +54,11 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-_LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+_LONG_ROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+}
 _MIXTURE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -95,9 +100,7 @@ FAMILIES: dict[str, Family] = {
         },
         embed=0.5,
     ),
-    "mixtral": Family(
-        "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
-    ),
+    "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True),
     "qwen2_moe": Family("qwen2_moe", _MIXTURE, experts=True),
     "qwen3_moe": Family(
         "qwen3_moe",
@@ -179,13 +182,17 @@ DTYPES = ("float32", "bfloat16", "4bit")
 
 
 def build(name: str, dtype: str = "float32", seed: int = 0, **overrides: Any) -> nn.Module:
-    """The same arguments give bit-equal weights: a second call makes the unmodified twin of a wrapped model."""
+    """The same arguments give bit-equal weights: a second call makes the unmodified twin of a
+    wrapped model.
+    """
     family = FAMILIES[name]
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     config = _BASE | {"model_type": family.module} | family.config | overrides
     model = module.Model(module.ModelArgs.from_dict(config))
     rng = np.random.default_rng([zlib.crc32(name.encode()), seed])
-    weights = [(key, _draw(key, value, rng, family)) for key, value in tree_flatten(model.parameters())]
+    weights = [
+        (key, _draw(key, value, rng, family)) for key, value in tree_flatten(model.parameters())
+    ]
     model.update(tree_unflatten(weights))
     if dtype == "4bit":
         nn.quantize(model, group_size=32, bits=4)
@@ -199,7 +206,8 @@ def build(name: str, dtype: str = "float32", seed: int = 0, **overrides: Any) ->
 def _draw(key: str, value: mx.array, rng: np.random.Generator, family: Family) -> mx.array:
     noise = mx.array(rng.standard_normal(value.shape).astype(np.float32))
     if value.ndim == 1:  # norm scales (about one), biases, sinks
-        # Norms that bound the attention scores or a block's output would undo the scaling of the weights.
+        # Norms that bound the attention scores or a block's output would undo the scaling of the
+        # weights.
         bounds = any(part in key for part in ("q_norm", "k_norm", "post_"))
         centre = 1.0 if key.endswith("weight") else 0.0
         return (centre + 0.3 * noise) * (GAIN if bounds else 1.0)

@@ -1,4 +1,4 @@
-"""What the decoding tests share: cases with a known text, the lossless check, trees made by hand."""
+"""What the decoding tests share: cases with a known text, the lossless check, hand-made trees."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,9 @@ PROMPT = (3, 0, 41, 5, 92, 65, 35, 8, 97)
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its plain text: what `Decoder` must emit after the prompt, and the states that predicted it."""
+    """A model with its plain text: what `Decoder` must emit after the prompt, and the states that
+    predicted it.
+    """
 
     family: str
     prompt: tuple[int, ...]
@@ -47,7 +49,9 @@ def case(
     model_seed: int = 0,
     dtype: str = "float32",
 ) -> Case:
-    """Made without the engine, but for the noise of sampled text, whose law the tests of `choose` check."""
+    """Made without the engine, but for the noise of sampled text, whose law the tests of `choose`
+    check.
+    """
     model = pristine(family, model_seed, dtype)
     sampling = SamplingOptions(temperature=temperature, seed=seed)
     text = reference.decode(model, prompt, count, choose_with(sampling))
@@ -61,7 +65,7 @@ def case(
 
 
 def margins(model: nn.Module, prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
-    """(len(text),): by how much the best token beats the second best, at each position of the text."""
+    """(len(text),): by how much the best token beats the second, at each position of the text."""
     scores = np.sort(reference.logits(model, [*prompt, *text])[len(prompt) - 1 : -1])
     return scores[:, -1] - scores[:, -2]
 
@@ -96,7 +100,7 @@ def choose_with(sampling: SamplingOptions) -> reference.Choose:
     return reference.argmax if sampling.temperature == 0 else choose
 
 
-# --- scripted decoding -----------------------------------------------------------------------------------------------
+# --- scripted decoding ----------------------------------------------------------------------------
 
 
 def scripted(
@@ -131,9 +135,10 @@ def check_lossless(
     wrapped: Target | None = None,
     arrange: Callable[[Decoder], None] = lambda decoder: None,
 ) -> dict[int, int]:
-    """Decode `count` tokens and compare all there is to compare, at every step. Returns {accepted: steps}.
+    """Decode `count` tokens, compare all there is to compare at every step; {accepted: steps}.
 
-    The number of accepted tokens is checked too: an engine that accepts too little gives the right text, slowly.
+    The number of accepted tokens is checked too: an engine that accepts too little gives the right
+    text, slowly.
     """
     decoder, script = scripted(case, draft, seed=seed, wrapped=wrapped)
     arrange(decoder)
@@ -152,12 +157,14 @@ def check_lossless(
         decoder.commit(len(step.tokens))
         emitted += step.tokens
         histogram[expected] = histogram.get(expected, 0) + 1
-        assert decoder.offset == len(case.prompt) + len(emitted) - 1, "one row per token but the last"
+        assert decoder.offset == len(case.prompt) + len(emitted) - 1, (
+            "one row per token but the last"
+        )
     return histogram
 
 
 def run(decoder: Decoder, first: int, count: int) -> list[int]:
-    """`first` and what follows it, committing whole steps, until at least `count` tokens are there."""
+    """`first` and what follows it, by whole steps, until at least `count` tokens are there."""
     emitted = [first]
     while len(emitted) < count:
         step = decoder.step()
@@ -166,7 +173,7 @@ def run(decoder: Decoder, first: int, count: int) -> list[int]:
     return emitted
 
 
-# --- drafters and trees ----------------------------------------------------------------------------------------------
+# --- drafters and trees ---------------------------------------------------------------------------
 
 
 def random_drafter(wrapped: Target, seed: int = 0, **config: Any) -> Drafter:

@@ -11,7 +11,9 @@ from tests.reference import HostTree
 
 
 def walk(tree: HostTree, chosen: list[int], padding: int = 0) -> tuple[list[int], list[int]]:
-    """(path, tokens) of the engine, cut to what counts. `count` is the number of tokens, bonus included."""
+    """(path, tokens) of the engine, cut to what counts. `count` is the number of tokens, bonus
+    included.
+    """
     result = accept(device_tree(tree, padding), mx.array(chosen + [0] * padding, mx.int32))
     count = int(result.count.item())
     width = max(tree.depths) + 1
@@ -60,7 +62,7 @@ def test_whole_chain_and_bonus() -> None:
 
 
 def test_padding_is_never_accepted() -> None:
-    """Padding nodes repeat the root's token below the root, and the target wants just this token."""
+    """Padding nodes repeat the root's token below the root, and the target wants just that."""
     tree = HostTree([5, 1], [0, 0])
     assert walk(tree, [5, 7], padding=3) == ([0], [5])
 

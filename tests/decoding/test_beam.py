@@ -25,14 +25,16 @@ def found_and_expected(kind: str, width: int, length: int, seed: int = 0) -> Fou
     return beams, levels
 
 
-def check(beams: Beams, levels: list[dict[tuple[int, ...], float]], width: int, length: int) -> None:
+def check(
+    beams: Beams, levels: list[dict[tuple[int, ...], float]], width: int, length: int
+) -> None:
     arrays = [np.array(a) for a in (beams.tokens, beams.parents, beams.scores)]
     assert all(a.shape == (length, width) for a in arrays)
     assert beams.tokens.dtype == beams.parents.dtype == mx.int32
     assert beams.scores.dtype == mx.float32
-    assert (0 <= arrays[1]).all()
+    assert (arrays[1] >= 0).all()
     assert (arrays[1] < width).all(), "parents are columns, also of padding"
-    assert (0 <= arrays[0]).all()
+    assert (arrays[0] >= 0).all()
     assert (arrays[0] < VOCAB).all(), "tokens can be embedded, also of padding"
     slots = reference.beam_paths(*arrays)
     for level, expected in enumerate(levels):
@@ -59,7 +61,9 @@ def test_widths(width: int) -> None:
     check(*found_and_expected("default", width, 3), width, 3)
 
 
-@pytest.mark.parametrize(("kind", "width"), [("default", VOCAB), ("default", VOCAB + 5), ("reduced", 13)])
+@pytest.mark.parametrize(
+    ("kind", "width"), [("default", VOCAB), ("default", VOCAB + 5), ("reduced", 13)]
+)
 def test_width_beyond_the_vocabulary(kind: str, width: int) -> None:
     """More beams than draft tokens: level 1 has padding at -inf, later levels fill up."""
     beams, levels = found_and_expected(kind, width, 3)
@@ -99,5 +103,5 @@ def test_a_nan_hidden_state_drafts_without_harm() -> None:
     beams = search(make("default"), table, np.full(HIDDEN, np.nan, np.float32), 3, 3, 3)
     tree = build_tree(mx.array(3), beams, 6)
     tokens, parents = np.array(tree.tokens), np.array(tree.parents)
-    assert ((0 <= tokens) & (tokens < VOCAB)).all()
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
     assert (parents <= np.arange(7)).all()

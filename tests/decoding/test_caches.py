@@ -1,4 +1,6 @@
-"""Tree caches: what is kept after compaction and rewinds is what a fresh prefill of the kept text gives."""
+"""Tree caches: what is kept after compaction and rewinds is what a fresh prefill of the kept text
+gives.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +38,9 @@ def check(family: str, wrapped: Target, cache: Cache, text: list[int]) -> None:
     assert cache.offset == len(text)
     tree = reference.HostTree([7, 9, 11], [0, 0, 0])
     _, logits = wrapped.verify(device_tree(tree), cache)
-    expected = [reference.logits(pristine(family), [*text, 7, *path])[-1] for path in ([], [9], [11])]
+    expected = [
+        reference.logits(pristine(family), [*text, 7, *path])[-1] for path in ([], [9], [11])
+    ]
     error = np.abs(np.array(logits) - np.stack(expected)).max() / np.abs(expected).max()
     assert error <= 1e-4, f"error {error:.1e} after {len(text)} rows"
 
@@ -58,7 +62,9 @@ def test_random_rounds(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("rows", [245, 249, 255, 256, 257, 510, 526])
 def test_across_a_buffers_end(family: str, rows: int) -> None:
-    """Buffers grow by blocks of 256 rows, and a window's front is dropped in blocks: a tree lies across."""
+    """Buffers grow by blocks of 256 rows, and a window's front is dropped in blocks: a tree lies
+    across.
+    """
     wrapped, text = target(family), tokens(rows)
     cache = prefilled(wrapped, text)
     for seed in range(3):
@@ -102,7 +108,7 @@ def test_rewind(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_rewind_far_back_is_right_or_refused(family: str) -> None:
-    """From 900 rows back to every distance: never a wrong cache. A full-attention cache always can."""
+    """From 900 rows back by any distance: never a wrong cache. Full attention always can."""
     wrapped, text = target(family), tokens(900)
     refused = 0
     for left in (899, 880, 700, 640, 600, 500, 100, 1):
@@ -124,7 +130,9 @@ def test_rewind_to_nothing() -> None:
 
 
 def test_a_windows_rows_stay_bounded() -> None:
-    """Rows of the sliding layer at any time: the window, the block kept for rewinds, a block to fill, a tree."""
+    """Rows of the sliding layer at any time: the window, the block kept for rewinds, a block to
+    fill, a tree.
+    """
     wrapped = Target(tiny_models.build("gemma3_text"))
     cache = prefilled(wrapped, tokens(40))
     rng = np.random.default_rng(0)

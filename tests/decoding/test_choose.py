@@ -1,4 +1,6 @@
-"""Keyed noise: one Gumbel vector a position, the right law, and nothing but (seed, position, logits) matters."""
+"""Keyed noise: one Gumbel vector a position, the right law, and nothing but (seed, position,
+logits) matters.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ def choose(
     positions: list[int],
     dtype: mx.Dtype = mx.float32,
 ) -> list[int]:
-    """One row of logits for each absolute position: the rows hang below a root just before the first of them."""
+    """One row of logits for each absolute position: the rows hang below a root just before the
+    first of them.
+    """
     first = min(positions)
     tree = replace(
         chain_tree(mx.zeros((len(positions),), mx.int32)),
@@ -72,7 +76,9 @@ def test_seed_reproduces_and_matters() -> None:
 
 
 def test_noise_is_float32_also_for_bfloat16_logits() -> None:
-    """In bfloat16 the noise has 8 bits: most draws of a flat law would tie and fall on the first token."""
+    """In bfloat16 the noise has 8 bits: most draws of a flat law would tie and fall on the first
+    token.
+    """
     flat = np.zeros((400, VOCAB), np.float32)
     positions = list(range(1, 401))
     assert choose(1.0, 0, flat, positions, mx.bfloat16) == choose(1.0, 0, flat, positions)
@@ -85,7 +91,7 @@ def test_law_over_positions(temperature: float) -> None:
 
 
 def test_law_over_seeds() -> None:
-    """The same, one position under many consecutive seeds: seeds 0, 1, 2, ... must not be related."""
+    """The same, one position under many consecutive seeds: seeds 0, 1, 2 must not be related."""
     _check_law(1.0, seeds=list(range(1500)), positions=1)
 
 
@@ -109,7 +115,7 @@ def _check_law(
 
 
 def assert_law(drawn: np.ndarray, law: np.ndarray) -> None:
-    """Pearson's chi-square, cells below 5 expected draws pooled; five standard deviations of room."""
+    """Pearson's chi-square, cells below 5 draws pooled; five standard deviations of room."""
     expected = law * drawn.sum()
     rare = expected < 5
     drawn = np.append(drawn[~rare], drawn[rare].sum())

@@ -104,7 +104,9 @@ def test_equals_numpy(kind: str) -> None:
     hidden = rng.standard_normal(HIDDEN).astype(np.float32)
     beams = search(drafter, embedding, hidden, 0, 4, 4)
     twin, ids = oracle(drafter, kind, embedding)
-    slots = reference.beam_paths(*(np.array(a) for a in (beams.tokens, beams.parents, beams.scores)))
+    slots = reference.beam_paths(
+        *(np.array(a) for a in (beams.tokens, beams.parents, beams.scores))
+    )
     assert len(slots) == 16
     for score, _, _, path in slots:
         rows = [ids.index(token) for token in path]
@@ -132,7 +134,9 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
 
 
 def write_apple_folder(folder: Path, **changes: Any) -> Path:
-    """A drafter as Apple's PyTorch trainer leaves it: extra keys in the config, plain names in the file."""
+    """A drafter as Apple's PyTorch trainer leaves it: extra keys in the config, plain names in the
+    file.
+    """
     folder.mkdir()
     config = BASE | {"exit_dim": 2 * HIDDEN, "num_draft_layers": 2}
     extras = {

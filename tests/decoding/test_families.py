@@ -1,4 +1,6 @@
-"""Tree verification equals sequential decoding on every family, and the check would see if it did not."""
+"""Tree verification equals sequential decoding on every family, and the check would see if it did
+not.
+"""
 
 from dataclasses import dataclass
 
@@ -23,7 +25,8 @@ TEXT = [int(token) for token in RNG.integers(tiny_models.VOCAB, size=3 * WINDOW)
 FIRST = reference.random_tree(RNG, 9, tiny_models.VOCAB)
 SECOND = reference.random_tree(RNG, 6, tiny_models.VOCAB)
 
-# (rows in the cache before the tree): below the window, at its edge, with the tree across the edge, past the wrap.
+# (rows in the cache before the tree): below the window, at its edge, with the tree across the edge,
+# past the wrap.
 PREFIXES = {None: (37,), WINDOW: (9, WINDOW - 2, WINDOW, 3 * WINDOW - 1)}
 CASES = [(name, rows) for name, family in FAMILIES.items() for rows in PREFIXES[family.window]]
 
@@ -35,7 +38,9 @@ class Verified:
 
 
 def verify(wrapped: Target, prefix: list[int], step_size: int = 16) -> tuple[Verified, Verified]:
-    """FIRST after the prefix; then one of its branches, which is no prefix of the rows, is kept and SECOND follows."""
+    """FIRST after the prefix; then one of its branches, which is no prefix of the rows, is kept and
+    SECOND follows.
+    """
     cache = wrapped.make_cache()
     wrapped.prefill(mx.array(prefix, mx.int32), cache, step_size=step_size)
     first = wrapped.verify(device_tree(FIRST), cache)
@@ -112,7 +117,9 @@ LOW_PRECISION = [
 
 @pytest.mark.parametrize(("family", "dtype"), LOW_PRECISION)
 def test_low_precision_is_within_the_models_own_noise(family: str, dtype: str) -> None:
-    """The yardstick: one path in a single pass against the same path row by row, both by mlx-lm alone."""
+    """The yardstick: one path in a single pass against the same path row by row, both by mlx-lm
+    alone.
+    """
     prefix = TEXT[: PREFIXES[FAMILIES[family].window][-1]]
     twin = tiny_models.build(family, dtype)
     truth = np.zeros((len(FIRST.tokens), tiny_models.VOCAB), np.float32)

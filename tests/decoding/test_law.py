@@ -1,4 +1,6 @@
-"""Sampling with drafts follows the target's law: three tokens of a six-token vocabulary, all 216 texts enumerated."""
+"""Sampling with drafts follows the target's law: three tokens of a six-token vocabulary, all 216
+texts enumerated.
+"""
 
 from functools import cache
 from itertools import product
@@ -41,13 +43,13 @@ def law(temperature: float) -> Law:
 
 def joint(temperature: float) -> np.ndarray:
     rows = law(temperature)
-    return np.array(
-        [np.prod([rows[text[:i]][text[i]] for i in range(LENGTH)]) for text in TEXTS]
-    )
+    return np.array([np.prod([rows[text[:i]][text[i]] for i in range(LENGTH)]) for text in TEXTS])
 
 
 def drawn(temperature: float, draft: DraftOptions, seeds: range) -> tuple[np.ndarray, int]:
-    """How often each text came out over the seeds, and how many drafted tokens were accepted on the way."""
+    """How often each text came out over the seeds, and how many drafted tokens were accepted on the
+    way.
+    """
     counts, accepted = np.zeros(len(TEXTS)), 0
     drafter = random_drafter(tiny_target())
     kept = tiny_target().make_cache()
@@ -91,7 +93,8 @@ def draft_paths(first: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_the_check_sees_a_draw_per_beam_row(temperature: float) -> None:
-    """Negative control: the rule that this design forbids. Each beam draws for itself, the longest match wins.
+    """Negative control: the rule that this design forbids. Each beam draws for itself, the longest
+    match wins.
 
     Simulated with the enumerated law and the same drafts; only the acceptance differs.
     """

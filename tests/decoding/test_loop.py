@@ -1,9 +1,11 @@
 """The loop: the same text as plain decoding, whatever is drafted, wherever a step is cut."""
 
+import ast
 import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.decoding import loop
 from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import DraftOptions, SamplingOptions
 from mlx_redrafter.decoding.target import Target
@@ -35,7 +38,7 @@ from tests.tiny_models import WINDOW
 FOUR = DraftOptions(beam_width=4, beam_length=4, token_budget=9)
 
 
-# --- one text, any draft ---------------------------------------------------------------------------------------------
+# --- one text, any draft --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,9 @@ def test_other_scripts_and_models(seed: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mixtral"])
 def test_quantised(family: str) -> None:
-    """4-bit weights: on the CPU a row does not depend on how many there are, so that the text is exact."""
+    """4-bit weights: on the CPU a row does not depend on how many there are, so that the text is
+    exact.
+    """
     assert max(check_lossless(case(family, dtype="4bit", count=76), FOUR, count=60)) >= 3
 
 
@@ -125,7 +130,7 @@ def test_bfloat16_differs_at_ties_only(family: str) -> None:
     assert not differ or differ[0] >= 10
 
 
-# --- a real drafter --------------------------------------------------------------------------------------------------
+# --- a real drafter -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_tiny_vocabulary() -> None:
     assert emitted == expected[: len(emitted)]
 
 
-# --- plain decoding --------------------------------------------------------------------------------------------------
+# --- plain decoding -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -186,7 +191,20 @@ def test_plain(family: str, temperature: float) -> None:
     assert emitted == known.text[:90]
 
 
-# --- one read a step -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("hint", [1, 2, 7])
+def test_max_tokens_is_only_a_hint(drafting: bool, hint: int) -> None:
+    known = case()
+    if drafting:
+        decoder, _ = scripted(known, FOUR)
+    else:
+        decoder = Decoder(target("llama"), None, None, known.sampling)
+    emitted = run(decoder, decoder.start(list(PROMPT), max_tokens=hint), 20)
+    assert emitted == known.text[: len(emitted)]
+    assert decoder.offset == len(PROMPT) + len(emitted) - 1
+
+
+# --- one read a step ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -218,11 +236,28 @@ def test_a_cut_step_costs_no_second_read() -> None:
     assert decoder.host_reads - before == steps
 
 
-# --- cutting a step --------------------------------------------------------------------------------------------------
+def test_reads_stand_in_one_place() -> None:
+    """`.item()` and `.tolist()` wait for the device. In the decode path only `Decoder.read` may."""
+    folder = Path(loop.__file__).parent
+    load_time = {"drafter.py", "selfcheck.py"}  # run once, before the first token
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or path.name in load_time:
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and node.attr in ("item", "tolist"):
+                    found.append(f"{path.name}:{function.name}")
+    assert found == ["loop.py:read"]
+
+
+# --- cutting a step -------------------------------------------------------------------------------
 
 
 def long_step(known: Case, draft: DraftOptions) -> tuple[Decoder, list[int], list[int]]:
-    """A decoder in the middle of a step with at least three accepted tokens: (decoder, emitted before, step tokens)."""
+    """A decoder in the middle of a step with at least three accepted tokens: (decoder, emitted
+    before, step tokens).
+    """
     decoder, _ = scripted(known, draft)
     emitted = [decoder.start(list(known.prompt))]
     while True:
@@ -268,11 +303,13 @@ def test_commit_refuses_a_wrong_count(n: int) -> None:
         decoder.commit(n if n < 99 else len(tokens) + 1)
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def next_turn(text: list[int], cache: object, family: str, draft: bool = True) -> None:
-    """Whatever happened before: a prompt that extends `text` gives, on the old cache, what a cold start gives."""
+    """Whatever happened before: a prompt that extends `text` gives, on the old cache, what a cold
+    start gives.
+    """
     prompt = [*text, 12, 0, 77]
     expected = reference.decode(pristine(family), prompt, 12)
     wrapped = target(family)
@@ -302,15 +339,12 @@ def test_interrupted_between_step_and_commit(family: str) -> None:
 @pytest.mark.parametrize("where", ["verify", "propose", "read"])
 def test_interrupted_inside_a_step(where: str) -> None:
     """An exception anywhere inside a step leaves the cache as the last commit left it."""
-    decoder, script = scripted(case(), FOUR)
+    decoder, _ = scripted(case(), FOUR)
     emitted = run(decoder, decoder.start(list(PROMPT)), 20)
     with pytest.MonkeyPatch.context() as patch:
         interrupt(decoder, where, patch)
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(2):  # drafts may be queued one step ahead
-                step = decoder.step()
-                decoder.commit(len(step.tokens))
-                emitted += step.tokens
+            decoder.step()
     assert decoder.offset == len(PROMPT) + len(emitted) - 1
     next_turn([*PROMPT, *emitted], decoder.cache, "llama")
 
@@ -401,7 +435,10 @@ def test_plain_only_models_resume_or_refuse(kind: str) -> None:
     again = Decoder(wrapped, None, None, SamplingOptions())
     found = run(again, again.start(prompt, kept), 10)
     cold = make_prompt_cache(twin)
-    expected = [token for token, _ in generate_step(mx.array(prompt), twin, prompt_cache=cold, max_tokens=10)]
+    expected = [
+        token
+        for token, _ in generate_step(mx.array(prompt), twin, prompt_cache=cold, max_tokens=10)
+    ]
     assert found == [int(token) for token in expected]
 
 
@@ -459,7 +496,9 @@ def test_in_a_worker_thread() -> None:
 
     for family in ("llama", "gemma3_text"):
         known = case(family)
-        thread = threading.Thread(target=work, args=(partial(check_lossless, known, FOUR, count=40),))
+        thread = threading.Thread(
+            target=work, args=(partial(check_lossless, known, FOUR, count=40),)
+        )
         thread.start()
         thread.join()
     assert not failures, failures

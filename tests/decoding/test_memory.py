@@ -1,7 +1,8 @@
-"""A step copies no cache: its memory is flat in the context, beyond the attention scores themselves.
+"""A step copies no cache: its memory is flat in the context, beyond the attention scores
+themselves.
 
-Memory is measured and not time, which on a busy machine tells nothing. The negative control holds a view of one buffer,
-which is what makes MLX copy it, and the measure must see that.
+Memory is measured and not time, which on a busy machine tells nothing. The negative control holds a
+view of one buffer, which is what makes MLX copy it, and the measure must see that.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,9 @@ def transient(step: Callable[[], object]) -> tuple[float, float]:
 
 
 def check_flat(used: dict[int, float], rows: int) -> None:
-    """Between the two contexts only the scores of `rows` queries may grow (twice: before and after softmax)."""
+    """Between the two contexts only the scores of `rows` queries may grow (twice: before and after
+    softmax).
+    """
     short, long = CONTEXTS
     allowed = 2 * rows * SCORE_ROW * (long - short)
     growth = used[long] - used[short]

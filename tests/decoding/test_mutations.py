@@ -1,7 +1,7 @@
 """Each breakage on purpose must fail the lossless check. A check that cannot fail proves nothing.
 
-The list is closed by `test_the_check_passes_unbroken`, and each mutation names what the check must say, so that an
-accident of the patching does not pass for a discovery.
+The list is closed by `test_the_check_passes_unbroken`, and each mutation names what the check must
+say, so that an accident of the patching does not pass for a discovery.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,7 @@ Patch = pytest.MonkeyPatch
 def rope_positions(decoder: Decoder, patch: Patch) -> None:
     """Rows get positions base, base + 1, ... instead of base + depth."""
     verify = decoder.target.verify
-    patch.setattr(
-        decoder.target, "verify", lambda tree, kv: verify(sequential_positions(tree), kv)
-    )
+    patch.setattr(decoder.target, "verify", lambda tree, kv: verify(sequential_positions(tree), kv))
 
 
 def tree_mask(decoder: Decoder, patch: Patch) -> None:
@@ -80,11 +78,11 @@ def compaction_order(decoder: Decoder, patch: Patch) -> None:
 
 
 def compaction_order_in_a_window(decoder: Decoder, patch: Patch) -> None:
-    """Keys and values both in reverse. Full attention sums over its rows in any order, a window counts them."""
+    """Keys and values both in reverse. Full attention sums over its rows in any order, a window
+    counts them.
+    """
     compact = TreeKVCache.compact
-    patch.setattr(
-        TreeKVCache, "compact", lambda self, path: compact(self, [path[0], *path[:0:-1]])
-    )
+    patch.setattr(TreeKVCache, "compact", lambda self, path: compact(self, [path[0], *path[:0:-1]]))
 
 
 def compaction_of_a_prefix(decoder: Decoder, patch: Patch) -> None:
@@ -154,16 +152,16 @@ def one_row_too_few(decoder: Decoder, patch: Patch) -> None:
     """The cache forgets the last accepted row."""
     compact = Cache.compact
     patch.setattr(
-        Cache, "compact", lambda self, base, path: compact(self, base, path[: max(1, len(path) - 1)])
+        Cache,
+        "compact",
+        lambda self, base, path: compact(self, base, path[: max(1, len(path) - 1)]),
     )
 
 
 def one_row_too_many(decoder: Decoder, patch: Patch) -> None:
     """The cache keeps one row behind the accepted path."""
     compact = Cache.compact
-    patch.setattr(
-        Cache, "compact", lambda self, base, path: compact(self, base, [*path, path[-1]])
-    )
+    patch.setattr(Cache, "compact", lambda self, base, path: compact(self, base, [*path, path[-1]]))
 
 
 def commit_of_one_less(decoder: Decoder, patch: Patch) -> None:
@@ -172,7 +170,7 @@ def commit_of_one_less(decoder: Decoder, patch: Patch) -> None:
 
 
 def noise_by_row(decoder: Decoder, patch: Patch) -> None:
-    """Sampling noise keyed by the row and not by the position (no difference for greedy decoding)."""
+    """Noise keyed by the row and not by the position (no difference for greedy decoding)."""
     choose = decoder.choose
 
     def wrong(logits: mx.array, tree: Tree, base: int) -> mx.array:
@@ -244,7 +242,9 @@ def test_the_check_passes_unbroken(family: str, temperature: float) -> None:
 
 
 def test_the_text_alone_sees_the_structural_breakages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without the count of accepted tokens: positions, mask and compaction change what is emitted."""
+    """Also without the count of accepted tokens: positions, mask and compaction change what is
+    emitted.
+    """
     from tests.decoding.harness import run, scripted
 
     for mutation in (rope_positions, tree_mask, compaction_order, compaction_of_a_prefix):

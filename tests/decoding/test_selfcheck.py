@@ -1,4 +1,4 @@
-"""The load-time proof: it passes what is exact, on every family and type, and refuses what is not."""
+"""The load-time proof: it passes what is exact, on every family and type, and refuses the rest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +122,10 @@ def test_refuses_positions_that_bypass_the_modules() -> None:
     }
     model = nanochat.Model(nanochat.ModelArgs.from_dict(arguments))
     keys = iter(mx.random.split(mx.random.key(0), 100))
-    weights = [(k, 0.2 * mx.random.normal(v.shape, key=next(keys))) for k, v in tree_flatten(model.parameters())]
+    weights = [
+        (k, 0.2 * mx.random.normal(v.shape, key=next(keys)))
+        for k, v in tree_flatten(model.parameters())
+    ]
     model.update(tree_unflatten(weights))
     assert selfcheck.check(Target(model), 64).reason is not None
 

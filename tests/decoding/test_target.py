@@ -27,7 +27,15 @@ def close(found: mx.array, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize(
     ("prompt", "step"),
-    [(LONG[:1], 2048), (LONG[:2], 2048), (LONG, 2048), (LONG, 7), (LONG, 60), (LONG, 1), ([0] * 9, 4)],
+    [
+        (LONG[:1], 2048),
+        (LONG[:2], 2048),
+        (LONG, 2048),
+        (LONG, 7),
+        (LONG, 60),
+        (LONG, 1),
+        ([0] * 9, 4),
+    ],
     ids=["one-token", "two", "whole", "sevens", "exact", "ones", "zeros"],
 )
 def test_prefill(family: str, prompt: list[int], step: int) -> None:
@@ -72,7 +80,10 @@ def test_wrapped_model_is_still_the_model() -> None:
 
 
 def test_weights_keep_their_names() -> None:
-    names = [sorted(k for k, _ in tree_flatten(m.parameters())) for m in (target("llama").model, pristine("llama"))]
+    names = [
+        sorted(k for k, _ in tree_flatten(m.parameters()))
+        for m in (target("llama").model, pristine("llama"))
+    ]
     assert names[0] == names[1]
 
 

@@ -16,7 +16,8 @@ ROOT = 7
 def random_beams(
     seed: int, width: int, length: int, vocab: int = 40, padding: float = 0.0, grid: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Beams as a beam search gives them: best first in each level, joint scores that never rise along a path.
+    """Beams as a beam search gives them: best first in each level, joint scores that never rise
+    along a path.
 
     `padding` is the share of slots at -inf, `grid` rounds the scores so that they tie.
     """
@@ -110,14 +111,14 @@ def test_all_padding_leaves_the_root() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ties_keep_the_tree_connected(seed: int) -> None:
-    """With scores on a coarse grid many nodes tie with their parents; `kept_paths` fails on an orphan."""
+    """With scores on a coarse grid many nodes tie with their parents; `kept_paths` fails on an
+    orphan.
+    """
     beams = random_beams(seed, 4, 4, grid=1.0)
     slots = reference.beam_paths(*beams)
     assert len({slot[0] for slot in slots}) < len(slots) - 4, "the fixture must tie"
     for budget in range(1, 17):
-        assert set(kept_paths(build(beams, budget))) == set(
-            reference.best_prefixes(*beams, budget)
-        )
+        assert set(kept_paths(build(beams, budget))) == set(reference.best_prefixes(*beams, budget))
 
 
 def test_certain_drafts_tie_at_zero() -> None:
@@ -130,7 +131,9 @@ def test_certain_drafts_tie_at_zero() -> None:
 
 
 def test_best_chain_comes_first() -> None:
-    """Following the best kept child from the root gives rows 1, 2, 3, ...: most commits keep a prefix."""
+    """Following the best kept child from the root gives rows 1, 2, 3, ...: most commits keep a
+    prefix.
+    """
     for seed in range(12):
         beams = random_beams(seed, 4, 4)
         score = {path: value for value, *_, path in reference.beam_paths(*beams)}
