@@ -1,4 +1,4 @@
-"""Shared fixtures. The package is imported first: it loads the BLAS that mlx takes over on Linux."""
+"""Shared fixtures. The package comes first: it loads the BLAS that mlx takes over on Linux."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import mlx_redrafter  # noqa: E402, F401
+import mlx_redrafter  # noqa: F401
 
-pytest_plugins = ["tests.conftest_builtin"]
+_PLUGINS = ["conftest_builtin"]
+pytest_plugins = [f"tests.{n}" for n in _PLUGINS if Path(__file__).with_name(f"{n}.py").exists()]
 
 
 @pytest.fixture(autouse=True)
