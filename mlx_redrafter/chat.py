@@ -30,6 +30,7 @@ from mlx_redrafter.generate import (
     encode_prompt,
     stream_generate,
 )
+from mlx_redrafter.text import REPLACEMENT
 
 if TYPE_CHECKING:
     from mlx_redrafter.load import ModelPair
@@ -273,13 +274,14 @@ class Reply:
         try:
             for segment in segments:
                 self.text += segment.text
-                answer["content"] = self.text
                 if segment.stats is not None:
                     self.finish_reason, self.stats = segment.finish_reason, segment.stats
                     chat.finish_reason, chat.stats = segment.finish_reason, segment.stats
                     chat.totals.count(segment.stats)
                 yield segment
         finally:
+            # Half a character would stay in the model's view of the conversation.
+            answer["content"] = self.text.rstrip(REPLACEMENT)
             ended = self.finish_reason in ("stop", "length")  # also an answer without a word
             if not (self.text or ended):
                 chat.messages, chat.first = before

@@ -6,7 +6,8 @@ is printed. Importing this module is cheap: the engine comes with the first requ
 What counts. ``tokens`` are the tokens drawn from the target up to the end of the answer; the one
 that completes a stop string is the last of them, an end-of-sequence token (EOS) is not among them.
 ``emitted`` counts the EOS too, as mlx-lm's ``generation_tokens`` does. ``text`` is the text of
-``tokens``, cut before the stop string.
+``tokens``, cut before the stop string; where max_tokens ends the answer inside a character, it ends
+as the tokenizer decodes that, with a replacement character.
 """
 
 from __future__ import annotations
@@ -268,8 +269,10 @@ class _Answer:
 
     def _segment(self, tokens: list[int], from_draft: list[bool]) -> Segment:
         ended = self.finish_reason is not None
-        pieces = self._transcript.finish() if ended else self._transcript.take()
-        if ended:
+        if not ended:
+            pieces = self._transcript.take()
+        else:
+            pieces = self._transcript.finish(whole=self.finish_reason != "cancelled")
             self._stats.peak_memory_bytes = _peak_memory()
         return Segment(
             text="".join(piece.text for piece in pieces),

@@ -175,9 +175,13 @@ class Transcript:
         held = sum(len(piece.text) for piece in self._held)
         return self._release(held - self._stops.pending)
 
-    def finish(self) -> list[Piece]:
-        """All text not yet given out, at the end of the answer or before its stop string."""
-        self._hold(self._detokenizer.tail())
+    def finish(self, whole: bool = True) -> list[Piece]:
+        """All text not yet given out, at the end of the answer or before its stop string.
+
+        Unless ``whole``, a character that its tokens did not finish is left out.
+        """
+        tail = self._detokenizer.tail()
+        self._hold(tail if whole else tail.rstrip(REPLACEMENT))
         held = sum(len(piece.text) for piece in self._held)
         return self._release(held if self._cut is None else self._cut - self._given)
 

@@ -278,6 +278,19 @@ def test_a_wish_to_stop_is_kept_between_steps(monkeypatch, pair, tokenizer):
     )
 
 
+def test_an_unfinished_character_is_told_at_the_limit_and_left_out_at_a_wish(
+    monkeypatch, pair, tokenizer
+):
+    said = [*letters(tokenizer, "ab"), *ids(tokenizer, EMOJI)]
+    _, segments, _ = answer(monkeypatch, pair, script(said, [1]), max_tokens=4)
+    assert "".join(segment.text for segment in segments) == tokenizer.decode(said[:4]) == "ab\ufffd"
+    wishes = iter([False] * 3 + [True])
+    wish = {"cancelled": lambda: next(wishes)}
+    _, segments, _ = answer(monkeypatch, pair, script(said, [1]), **wish)
+    assert "".join(segment.text for segment in segments) == "ab"
+    assert len([token for segment in segments for token in segment.tokens]) == 4
+
+
 # --- the cache between requests
 
 

@@ -238,7 +238,7 @@ def test_held_text_keeps_its_origin(tokenizers):
 def test_many_and_long_stop_strings_are_not_slow(tokenizers):
     tokenizer = tokenizers["byte-level"]
     tokens = [tokenizer.convert_tokens_to_ids("a")] * 3000
-    began = time.perf_counter()
+    began = time.process_time()
     parts, _ = transcribe(tokenizer, tokens, ["a" * 5000, "a" * 4000 + "b", "b"])
     assert "".join(parts) == "a" * 3000
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3

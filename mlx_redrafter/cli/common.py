@@ -218,7 +218,7 @@ def details(stats: GenerationStats, finish_reason: str, draft: DraftOptions | No
         answer += f", {stats.tokens_per_step:.2f} tokens per step"
     if stats.tokens_per_second is not None:
         answer += f", {stats.tokens_per_second:.1f} tokens/s"
-    lines.append(f"{answer}, ended by {finish_reason}")
+    lines.append(f"{answer}, ended: {finish_reason}")
     if stats.drafting == "on" and stats.steps:
         shares = [
             f"{accepted}: {100 * steps / stats.steps:.0f} %"

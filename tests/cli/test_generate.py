@@ -46,7 +46,7 @@ def test_verbose_shows_all_figures(monkeypatch, run, tokenizer):
     play(monkeypatch, says(tokenizer, "abcdefghijk", (4, 2)))
     options = ("--verbose", "--temp", "0.5", "--seed", "7", "--token-budget", "2")
     result = run("generate", "-p", "hi", *options)
-    for part in ("prompt: ", "first token after ", "ended by stop", "tokens per step", "tokens/s"):
+    for part in ("prompt: ", "first token after ", "ended: stop", "tokens per step", "tokens/s"):
         assert part in result.err
     assert re.search(r"drafted tokens accepted: .*1: \d+ %, .*3: \d+ % of the steps", result.err)
     assert "drafting: on (beam_width 1, beam_length 2, token_budget 2)" in result.err
