@@ -53,7 +53,7 @@ def run(
 
     for verb, target in [("chat", "fake_verb"), ("models", "fake_app")]:
         monkeypatch.setitem(cli.VERBS, verb, cli.Verb(f"{__name__}:{target}", "x"))
-    monkeypatch.setitem(cli.VERBS, "bench", cli.Verb("mlx_redrafter.cli.nowhere:bench", "x"))
+    monkeypatch.setitem(cli.VERBS, "train", cli.Verb("mlx_redrafter.cli.nowhere:train", "x"))
     return run
 
 
@@ -100,9 +100,9 @@ def test_wrong_use_is_told_on_stderr(run: Callable[..., tuple], args: list[str])
 
 
 def test_a_verb_that_is_not_there_fails_only_when_called(run: Callable[..., tuple]) -> None:
-    code, out, err = run("bench", "--any")
+    code, out, err = run("train", "--any")
     assert (code, out) == (2, "")
-    assert err.startswith("error: `bench` is not part of mlx-redrafter")
+    assert err.startswith("error: `train` is not part of mlx-redrafter")
 
 
 @pytest.mark.parametrize(

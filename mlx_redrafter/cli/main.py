@@ -28,7 +28,6 @@ VERBS = {
     "chat": Verb("mlx_redrafter.cli.chat:chat", "Talk with a model."),
     "models": Verb("mlx_redrafter.cli.models:app", "List, fetch and remove models and drafters."),
     "train": Verb("mlx_redrafter.cli.train:train", "Distil a drafter from a model."),
-    "bench": Verb("mlx_redrafter.cli.bench:bench", "Measure the gain over plain decoding."),
 }
 
 
