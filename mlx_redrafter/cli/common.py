@@ -108,12 +108,17 @@ TokenBudgetOption = Annotated[
 NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")]
 
 
-def load_pair(model: str | None, drafter: str | None, dtype: str | None) -> ModelPair:
-    """``load`` with what was given; its own defaults for the rest."""
+def load_pair(
+    model: str | None, drafter: str | None, dtype: str | None, plain: bool = False
+) -> ModelPair:
+    """``load`` with what was given; its own defaults for the rest. ``plain``: without a drafter."""
     from mlx_redrafter.load import load
 
-    given = {"model": model, "drafter": drafter, "dtype": dtype}
-    return load(**{name: value for name, value in given.items() if value is not None})
+    given: dict[str, Any] = {"model": model, "drafter": drafter, "dtype": dtype}
+    given = {name: value for name, value in given.items() if value is not None}
+    if plain:
+        given["drafter"] = None
+    return load(**given)
 
 
 def draft_options(

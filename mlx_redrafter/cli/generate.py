@@ -76,7 +76,7 @@ def generate(
     text = _prompt(prompt)
     common.prepare_stdout()
     segments = stream_generate(
-        common.load_pair(model, drafter, dtype),
+        common.load_pair(model, drafter, dtype, plain=no_draft),
         text,
         max_tokens=max_tokens,
         sampling=sampling,

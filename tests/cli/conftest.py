@@ -1,5 +1,6 @@
 """Run a verb in this process, on a model pair that plays scripts."""
 
+import importlib
 import io
 import sys
 from collections.abc import Callable
@@ -7,9 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mlx_redrafter.cli import common
 from mlx_redrafter.cli import main as cli
 from tests.fakes import byte_level, fake_pair
+
+load_module = importlib.import_module("mlx_redrafter.load")
 
 
 class Result(NamedTuple):
@@ -35,11 +37,11 @@ def run(
     """`run("generate", ..., stdin=b"")`: exit code, stdout, stderr."""
     loaded: list[dict[str, Any]] = []
 
-    def load_pair(**given: Any) -> Any:
+    def load(**given: Any) -> Any:
         loaded.append(given)
         return pair
 
-    monkeypatch.setattr(common, "load_pair", lambda *given: load_pair(given=given))
+    monkeypatch.setattr(load_module, "load", load)
 
     def run(*args: str, stdin: bytes = b"") -> Result:
         monkeypatch.setattr(sys, "argv", ["mlx-redrafter", *args])

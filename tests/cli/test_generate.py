@@ -84,7 +84,7 @@ def test_without_options_it_says_hello(monkeypatch, run, tokenizer):
     made = play(monkeypatch, says(tokenizer, "x"))
     assert run("generate").code == 0
     assert "user\nhello<|im_end|>" in tokenizer.decode(made[0].request.prompt)
-    assert run.loaded == [{"given": (None, None, None)}]
+    assert run.loaded == [{}]
     assert made[0].request.draft == DraftOptions()
 
 
@@ -111,8 +111,11 @@ def test_options_reach_the_request(monkeypatch, run, tokenizer):
 
 
 def test_no_draft_is_told(monkeypatch, run, tokenizer):
-    play(monkeypatch, says(tokenizer, "x"))
+    play(monkeypatch, says(tokenizer, "x"), says(tokenizer, "y"))
     assert run("generate", "--no-draft").err.startswith("drafting: off (not asked for) · 2 tokens")
+    assert run.loaded == [{"drafter": None}]  # not even loaded
+    run("generate", "--model", "m", "--drafter", "d", "--dtype", "4bit")
+    assert run.loaded[1] == {"model": "m", "drafter": "d", "dtype": "4bit"}
 
 
 def test_why_there_is_no_drafting_is_told(monkeypatch, run, pair, tokenizer):
