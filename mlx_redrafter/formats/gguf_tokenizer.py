@@ -37,7 +37,8 @@ def contents(file: GGUF) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     types: list[int] = file.get("tokenizer.ggml.token_type", list)
     merges = [merge.split(" ") for merge in file.get("tokenizer.ggml.merges", list)]
     vocab = {token: i for i, token in enumerate(tokens)}
-    if len(types) != len(tokens) or len(vocab) != len(tokens) or {*map(len, merges)} - {2}:
+    known = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys() for pair in merges)
+    if len(types) != len(tokens) or len(vocab) != len(tokens) or not known:
         raise file.error("has a damaged tokenizer")
     tokenizer = {
         "version": "1.0",

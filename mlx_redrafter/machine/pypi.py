@@ -22,20 +22,8 @@ from pathlib import Path
 
 from mlx_redrafter.errors import DownloadError
 
-# What pip's log has when no index answered.
-_UNREACHABLE = (
-    "ConnectionError",
-    "ConnectionFailedError",
-    "ConnectTimeoutError",
-    "NameResolutionError",
-    "ProxyError",
-    "ReadTimeoutError",
-    "Connection refused",
-    "Connection reset",
-    "Network is unreachable",
-    "No route to host",
-    "timed out",
-)
+# What pip's log has when no index answered, or none that knows the package.
+_NOT_FOUND = ("(from versions: none)", "ConnectionError", "ProxyError", "SSLError", "timed out")
 
 
 @dataclass(frozen=True)
@@ -113,11 +101,13 @@ def _download(pin: Pin, folder: Path, report: Callable[[float], None]) -> Path:
 def _failure(pin: Pin, log: str) -> Exception:
     if os.strerror(errno.ENOSPC) in log:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if any(sign in log for sign in _UNREACHABLE):
+    if any(sign in log for sign in _NOT_FOUND):
         return DownloadError(
-            f"cannot download {pin}: no package index answers: check the network, and pip's index "
-            "and proxy (pip config list); it has to be fetched only once"
+            f"cannot download {pin}: no package index answers, or none has it: check the network, "
+            "and pip's index and proxy (pip config list)"
         )
+    if "DO NOT MATCH THE HASHES" in log:
+        return DownloadError(f"{pin.wheel} did not arrive whole: try again")
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith("error:")]
     reason = (errors or lines or ["it gave another file"])[-1][:300]
