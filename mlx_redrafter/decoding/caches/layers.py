@@ -66,7 +66,7 @@ class TreeKVCache:
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self.slot.positions is not None:
+        if self.slot.needs_mask:
             return self.slot.mask(self._first_visible(), window_size)
         mask: mx.array | str | None = create_attention_mask(
             rows, self.offset, return_array, window_size
@@ -123,7 +123,7 @@ class WindowedTreeCache(TreeKVCache):
     ) -> mx.array | str | None:
         window = min(window_size or self.window, self.window)
         first = self._first_visible()
-        if self.slot.positions is not None:
+        if self.slot.needs_mask:
             return self.slot.mask(first, window)
         if rows == 1 and window == self.window and not return_array:
             return None  # just the window's rows are fetched

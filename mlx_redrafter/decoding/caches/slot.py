@@ -14,8 +14,8 @@ class TreeSlot:
     """Holds the tree under verification, and what is derived from it once for all layers.
 
     Only ``Target.verify`` fills it, for the length of one call. ``tree`` is None in prefill, where
-    rows follow one another. A chain needs neither positions nor a mask of its own: to the model it
-    is an ordinary chunk.
+    rows follow one another. ``positions`` (N,) are for RoPE, None where rows have consecutive ones:
+    a chain is rotated like any chunk.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,18 @@ class TreeSlot:
         """Verify ``tree`` with its root at absolute position ``base``."""
         assert self.tree is None, "a tree is already being verified"
         self.tree, self._base = tree, base
-        self.positions = None if tree.chain else tree.depths + base
+        self._places = tree.depths + base
+        self.positions = None if tree.chain else self._places
         try:
             yield
         finally:
             self.tree = self.positions = None
             self._masks.clear()
+
+    @property
+    def needs_mask(self) -> bool:
+        """One mask serves all layers; a single row needs none."""
+        return self.tree is not None and self.tree.num_nodes > 1
 
     def mask(self, first: int, window: int | None) -> mx.array:
         """(N, K) bool over the K = base - first + N keys whose first one has position ``first``.
@@ -45,12 +51,11 @@ class TreeSlot:
         key = (first, window)
         if key not in self._masks:
             assert self.tree is not None
-            assert self.positions is not None
             prefix = mx.arange(first, self._base, dtype=mx.int32)
             seen = mx.ones((self.tree.num_nodes, prefix.shape[0]), dtype=mx.bool_)
             mask = mx.concatenate([seen, self.tree.mask], axis=1)
             if window is not None:
-                places = mx.concatenate([prefix, self.positions])
-                mask = mask & (self.positions[:, None] - places[None] < window)
+                places = mx.concatenate([prefix, self._places])
+                mask = mask & (self._places[:, None] - places[None] < window)
             self._masks[key] = mask
         return self._masks[key]
