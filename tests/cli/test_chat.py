@@ -219,6 +219,11 @@ def test_drafted_and_thinking_text_in_a_terminal(monkeypatch, tokenizer, capsys)
     assert "\x1b[32mc\x1b[0m" in out
 
 
+def test_what_might_have_been_a_tag_is_written_at_the_end(monkeypatch, run, tokenizer):
+    play(monkeypatch, says(tokenizer, " <thin"))
+    assert run("chat", stdin=b"x\n").out == " <thin\n"
+
+
 def test_a_model_cannot_steer_the_terminal():
     style = Style(control_pictures=True)
     assert style("a\x1b[2Jb\r\x9b\n\tc\x7f") == "a\u241b[2Jb\u240d\ufffd\n\tc\ufffd"
