@@ -15,7 +15,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "Ġ Ġ", "Ċ Ċ"]
+# The last two would be used, were digits not cut off first.
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "Ġ Ġ", "Ċ Ċ", "Ġ 4", "4 2"]
 
 
 def byte_letters() -> dict[int, str]:
