@@ -28,6 +28,11 @@ script.parser.add_argument(
     metavar="W,L,BUDGET",
     help="settings of ours; a budget alone chooses width and length (%(default)s)",
 )
+script.parser.add_argument(
+    "--quick",
+    action="store_true",
+    help="score only texts that differ; where both are the same, each position is identical",
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 rows=draft.token_budget + 1,
                 max_tokens=args.max_tokens,
                 end_tokens=contest.end_tokens,
+                score_same=not args.quick,
             )
             runs[name].append(ours)
             rows.append(_row(prompt.id, name, comparison))

@@ -1,6 +1,7 @@
 """The package's exception family.
 
-Every message is one line that says what is wrong and how to mend it: the command line prints it as it is.
+Every message is one line that says what is wrong and how to mend it: the command line prints it as
+it is.
 """
 
 

@@ -126,8 +126,12 @@ def compare(
     max_tokens: int,
     end_tokens: Collection[int] = (),
     scores: Scores | None = None,
+    score_same: bool = True,
 ) -> Comparison:
     """Classify every position of both runs.
+
+    ``score_same`` False spares the passes over a text that both runs agree on: the reference is
+    then taken as the one-row choice at every position, and no noise is measured.
 
     ``model`` is the unmodified mlx-lm model; ``rows`` the rows of the candidate's verify pass. A
     run that stopped on an end token carries that token last.
@@ -140,6 +144,8 @@ def compare(
     difference = first_difference(reference, candidate)
 
     def judge(tokens: Sequence[int]) -> TextReport:
+        if difference is None and not score_same:
+            return TextReport(tuple(Position(i, t, t, 0.0, 0.0) for i, t in enumerate(tokens)))
         return judge_text(model, prompt, tokens, rows=rows, scores=scores)
 
     return Comparison(

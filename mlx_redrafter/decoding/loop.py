@@ -89,6 +89,9 @@ class Decoder:
         new = prompt[self.cache.offset :]
         if not new:
             raise InputError("the prompt is empty, or the cache holds all of it already.")
+        self.target.check_tokens(new)
+        if self.cache.slot is not self.target.slot:
+            raise InputError("the cache belongs to another target; make one with make_cache().")
         hidden, logits = self.target.prefill(
             mx.array(new, dtype=mx.int32), self.cache, prefill_step
         )

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter.decoding import families
 from mlx_redrafter.decoding.caches import Cache, TreeSlot, unsupported_layer
 from mlx_redrafter.decoding.tree import Tree
-from mlx_redrafter.errors import CompatibilityError
+from mlx_redrafter.errors import CompatibilityError, InputError
 
 PREFILL_STEP = 2048  # rows per prefill pass, as in mlx-lm, so that plain outputs agree
 
@@ -65,6 +65,7 @@ class Target:
             assert stack is not None
             _wrap_rope(model, self.slot)
             self._tap(stack)
+            self._check_tap()
 
     @property
     def supports_trees(self) -> bool:
@@ -94,6 +95,12 @@ class Target:
         assert self._embedding is not None
         rows: mx.array = self._embedding(tokens)
         return rows
+
+    def check_tokens(self, tokens: list[int]) -> None:
+        """Raise InputError for ids that MLX would read from behind the embedding's end."""
+        last = 2**31 if self._embedding is None else self.vocab_size - 1
+        if min(tokens) < 0 or max(tokens) > last:
+            raise InputError(f"the prompt has token ids outside 0..{last}: for another model?")
 
     def make_cache(self) -> Cache:
         return Cache(make_prompt_cache(self.model), self.slot, trees=self._trees)
@@ -155,6 +162,13 @@ class Target:
 
         base = type(stack)
         stack.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+    def _check_tap(self) -> None:
+        """Build, but do not evaluate, one pass: the tapped output must look like a hidden state."""
+        self.model(mx.array([[0]]))
+        hidden = self.take_hidden()
+        if hidden is None or hidden.shape != (1, 1, self.hidden_size):
+            self.run_plain("its hidden state could not be tapped")
 
     def take_hidden(self) -> mx.array | None:
         """The hidden states (B, T, D) of the last forward pass, once."""

@@ -52,7 +52,7 @@ class Tree:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What a verify pass reads; a chain's shape is known, so only its tokens have to be found."""
+        """What a verify pass waits for: of a chain only the tokens, its shape is known."""
         if self.chain:
             return [self.tokens]
         return [self.tokens, self.parents, self.depths, self.mask, self.valid]

@@ -462,13 +462,11 @@ def test_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, tiny_models.VOCAB])
-@pytest.mark.xfail(reason="MLX reads past the embedding: another text, or a crash", strict=True)
 def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     with pytest.raises(RedrafterError):
         Decoder(target("llama"), None, None, SamplingOptions()).start([3, token, 4])
 
 
-@pytest.mark.xfail(reason="the tree reaches the other target's caches, silently", strict=True)
 def test_a_cache_of_another_target_is_refused() -> None:
     cache = target("llama", 1).make_cache()
     with pytest.raises((RedrafterError, AssertionError)):

@@ -21,6 +21,7 @@ class Cache(list[Any]):
 
     def __init__(self, layers: list[Any], slot: TreeSlot, trees: bool) -> None:
         super().__init__(_tree_layer(layer, slot) if trees else layer for layer in layers)
+        self.slot = slot
         self.trees = trees
         self.offset = 0
         self._written = 0
