@@ -173,12 +173,14 @@ def _lock(model: Shipped) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{model.name}: waiting for another process that makes it", file=sys.stderr)
+            print(f"{model.name}: waiting for another process at work on it", file=sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                model.cache.rmdir()  # only where nothing came of it
     finally:
-        with suppress(OSError):
-            model.cache.rmdir()  # only where nothing came of it
         os.close(handle)
 
 

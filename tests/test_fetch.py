@@ -209,7 +209,7 @@ def test_who_comes_second_waits(shop: Shop, home: Path) -> None:
     fcntl.flock(handle, fcntl.LOCK_EX)
     process = start(shop, "models", "path", "tiny", "--dtype", "4bit")
     assert process.stderr is not None
-    assert process.stderr.readline() == "tiny: waiting for another process that makes it\n"
+    assert process.stderr.readline() == "tiny: waiting for another process at work on it\n"
     assert process.poll() is None
     assert left(home) == []
     os.close(handle)
