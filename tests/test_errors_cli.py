@@ -93,10 +93,11 @@ def test_an_app_is_a_verb_with_subcommands(run: Callable[..., tuple]) -> None:
 @pytest.mark.parametrize(
     "args", [["cht"], ["chat", "--no-such"], ["models", "first", "--count", "x"]]
 )
-def test_wrong_use_is_told_on_stderr(run: Callable[..., tuple], args: list[str]) -> None:
+def test_wrong_use_is_told_in_one_line(run: Callable[..., tuple], args: list[str]) -> None:
     code, out, err = run(*args)
     assert (code, out) == (2, "")
-    assert err.startswith("Usage: mlx-redrafter")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
 
 
 def test_a_verb_that_is_not_there_fails_only_when_called(run: Callable[..., tuple]) -> None:

@@ -96,13 +96,17 @@ def main() -> None:
     """Run the command line. The one place where errors become messages and exit codes."""
     try:
         try:
-            app(prog_name="mlx-redrafter")
+            code = app(prog_name="mlx-redrafter", standalone_mode=False)
         finally:
             if sys.stdout:
                 sys.stdout.flush()
     except RedrafterError as error:
         _fail(str(error))
     except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        if type(error).__name__ != "Abort":  # what typer makes of Ctrl-C
+            raise
         sys.exit(130)
     except ImportError as error:
         if "libmlx" not in str(error):
@@ -117,6 +121,15 @@ def main() -> None:
         _fail(
             f"{error.strerror}{f' ({error.filename})' if error.filename else ''}: free some space"
         )
+    except Exception as error:
+        # Typer's own errors, told in one line. Their class is private to the copy of click in it.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(2)
+        _fail(f"{' '.join(error.format_message().split())} (see --help)")
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str) -> NoReturn:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlx_redrafter.errors import InputError
 
 MAX_BEAM_LENGTH = 8
+_FITTING_BUDGET = 16  # the most nodes that are verified unless more are asked for
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class DraftOptions:
             if budget is not None and width > 1:
                 length = max(min(4, budget), -(-budget // width))
         if budget is None:
-            budget = width * length
+            budget = min(width * length, _FITTING_BUDGET)
         return cls(width, length, budget)
 
 

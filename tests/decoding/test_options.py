@@ -48,3 +48,14 @@ def test_limits_are_allowed() -> None:
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         DraftOptions().beam_width = 3  # type: ignore[misc]
+
+
+def test_a_width_alone_does_not_ask_for_a_huge_tree() -> None:
+    assert DraftOptions.fitting(beam_width=300).token_budget == 16
+    assert DraftOptions.fitting(beam_width=300, token_budget=40).token_budget == 40
+    assert DraftOptions.fitting(beam_width=2, beam_length=3).token_budget == 6
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 7, 9, 16, 25, 40, 99])
+def test_a_budget_alone_gives_a_tree_that_holds_it(budget: int) -> None:
+    assert DraftOptions.fitting(token_budget=budget).token_budget == budget
