@@ -60,6 +60,11 @@ class Decoder:
     ) -> None:
         if drafter is not None and not target.supports_trees:
             raise CompatibilityError(f"this target cannot verify drafts: {target.reason}.")
+        if drafter is not None and drafter.config.hidden_size != target.hidden_size:
+            raise CompatibilityError(
+                f"the drafter reads hidden states of {drafter.config.hidden_size}, the target's "
+                f"have {target.hidden_size}: it was made for another model."
+            )
         self.target = target
         self.propose: Proposer = propose_nothing
         if drafter is not None:
@@ -92,6 +97,8 @@ class Decoder:
         self.target.check_tokens(new)
         if self.cache.slot is not self.target.slot:
             raise InputError("the cache belongs to another target; make one with make_cache().")
+        if not self.cache.rewind(self.cache.offset):  # rows of a pass that had run ahead
+            raise InputError("the cache cannot be continued; prefill the text into a new one.")
         hidden, logits = self.target.prefill(
             mx.array(new, dtype=mx.int32), self.cache, prefill_step
         )

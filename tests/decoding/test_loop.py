@@ -18,13 +18,14 @@ from mlx_redrafter.decoding import loop
 from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import DraftOptions, SamplingOptions
 from mlx_redrafter.decoding.target import Target
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.errors import CompatibilityError, RedrafterError
 from tests import reference, tiny_models
 from tests.decoding.harness import (
     PROMPT,
     Case,
     case,
     check_lossless,
+    make_drafter,
     margins,
     pristine,
     random_drafter,
@@ -514,3 +515,38 @@ def test_in_a_worker_thread() -> None:
         thread.start()
         thread.join()
     assert not failures, failures
+
+
+def test_a_drafter_of_another_size_is_refused() -> None:
+    wrapped = target("llama")
+    drafter = make_drafter(
+        {"hidden_size": 32, "vocab_size": tiny_models.VOCAB, "exit_dim": 32, "num_draft_layers": 1}
+    )
+    with pytest.raises(CompatibilityError, match="another model"):
+        Decoder(wrapped, drafter)
+
+
+def test_a_plain_models_cache_goes_on_where_it_stopped() -> None:
+    """The pass that ran ahead has left a row in mlx-lm's own caches."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    model = tiny_models.build("llama", rope_scaling=scaling, max_position_embeddings=64)
+    wrapped = Target(model)
+    assert not wrapped.supports_trees
+    whole = Decoder(wrapped)
+    text = [5, 9, 3]
+    text.append(whole.start(text))
+    for _ in range(8):
+        text += whole.step().tokens
+        whole.commit(1)
+    parts = Decoder(wrapped)
+    again = [5, 9, 3]
+    again.append(parts.start(again))
+    for _ in range(3):
+        again += parts.step().tokens
+        parts.commit(1)
+    rest = Decoder(wrapped)
+    again.append(rest.start(again, parts.cache))
+    while len(again) < len(text):
+        again += rest.step().tokens
+        rest.commit(1)
+    assert again == text
