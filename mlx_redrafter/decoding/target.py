@@ -57,6 +57,7 @@ class Target:
         self.model = model
         self.slot = TreeSlot()
         self._tapped: mx.array | None = None
+        self._given: mx.array | None = None  # what the inner stack is to return unseen
         stack = _inner_stack(model)
         self._embedding = None if stack is None else _embedding(stack)
         self.reason = _why_plain(model, stack, self._embedding)
@@ -151,11 +152,23 @@ class Target:
             states.append(hidden)
         return mx.concatenate(states, axis=1)
 
+    def head(self, hidden: mx.array) -> mx.array:
+        """The model's own logits (n, V) of states after the final norm (n, D): head, scaling and
+        capping as the family has them. For training."""
+        self._given = hidden[None].astype(self.dtype)
+        try:
+            logits: mx.array = self.model(mx.zeros((1, hidden.shape[0]), dtype=mx.int32))
+        finally:
+            self._given = None
+        return logits[0]
+
     def _tap(self, stack: nn.Module) -> None:
         """Keep the stack's output. Python looks ``__call__`` up on the class, so subclass it."""
         target = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if target._given is not None:
+                return target._given
             output = base.__call__(module, *args, **kwargs)
             target._tapped = output
             return output

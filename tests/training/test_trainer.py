@@ -13,8 +13,10 @@ from mlx_redrafter.decoding.target import Target
 from mlx_redrafter.errors import FormatError, InputError
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.features import Shard, extract, shards
-from mlx_redrafter.training.head import head_rows
-from mlx_redrafter.training.trainer import DrafterTrainer, TrainOptions
+from mlx_redrafter.training.batches import Batches, make_batch
+from mlx_redrafter.training.checkpoint import Checkpoint
+from mlx_redrafter.training.teacher import Teacher
+from mlx_redrafter.training.trainer import DrafterTrainer, Progress, TrainOptions, Watch
 from tests import reference
 from tests.decoding import harness
 
@@ -43,7 +45,7 @@ def target() -> Target:
     return harness.target("llama")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def corpus(target: Target) -> Corpus:
     return own_text(target, 160)
 
@@ -94,16 +96,20 @@ def test_a_broken_or_foreign_shard_is_named(tmp_path: Path) -> None:
         Shard(corpus, slice(0, 2), path).hidden()
 
 
-def test_head_rows_give_the_models_logits() -> None:
-    for family, dtype in (("llama", "float32"), ("qwen2", "4bit")):
-        target = harness.target(family, dtype=dtype)
-        tokens = mx.array([3, 90, 17])
-        rows = head_rows(target, tokens)
-        states, logits = target.prefill(mx.array([5, 6]), target.make_cache())
-        assert states is not None
-        np.testing.assert_allclose(
-            np.array(rows @ states), np.array(logits[tokens]), rtol=0.01, atol=0.02
-        )
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", "float32"), ("qwen2", "4bit"), ("granite", "float32")],
+)
+def test_the_teacher_says_what_the_model_says(family: str, dtype: str) -> None:
+    """Also where the head scales its logits, of which a matrix of its rows knows nothing."""
+    target = harness.target(family, dtype=dtype)
+    tokens = mx.array([3, 90, 17, 40])
+    teacher = Teacher(target, tokens)
+    assert teacher.is_matrix == (family != "granite")
+    states, logits = target.prefill(mx.array([5, 6]), target.make_cache())
+    assert states is not None
+    law = np.array(mx.softmax(logits[tokens].astype(mx.float32)))
+    np.testing.assert_allclose(np.array(teacher.law(states[None]))[0], law, rtol=0.02, atol=0.01)
 
 
 def test_every_depth_predicts_what_decoding_will_ask_for(target: Target, corpus: Corpus) -> None:
@@ -112,12 +118,11 @@ def test_every_depth_predicts_what_decoding_will_ask_for(target: Target, corpus:
     hidden = target.hidden_states(mx.array(corpus.ids[:5]))
     drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
     trainer = DrafterTrainer(target, drafter, TrainOptions(horizon=3))
-    from mlx_redrafter.training import trainer as module
-
-    usable = trainer._usable(Shard(corpus, slice(0, 5), Path()))
-    batch = module._batch([(np.array(hidden[i]), corpus.ids[i], usable[i]) for i in range(5)])
+    batches = Batches([Shard(corpus, slice(0, 5), Path())], trainer.known, 3, 10)
+    usable = batches._usable(batches.shards[0])
+    batch = make_batch((np.array(hidden[i]), corpus.ids[i], usable[i]) for i in range(5))
     row, place = np.nonzero(usable[:, :, 0])
-    wanted = np.array(mx.argmax(batch.states @ trainer.head.T, axis=-1))
+    wanted = np.array(mx.argmax(trainer.teacher.logits(batch.states), axis=-1))
     for index, (r, p) in enumerate(zip(row, place, strict=True)):
         np.testing.assert_allclose(np.array(batch.hidden)[index], np.array(hidden[r, p]), atol=1e-5)
         for depth in range(1, 4):
@@ -139,9 +144,10 @@ def test_a_drafter_that_knows_the_text_is_accepted(
     )
     losses = []
     trainer = DrafterTrainer(target, drafter, options)
-    trainer.train(wanted, lambda progress: losses.append(progress.loss))
+    watch = Watch(step=lambda progress: losses.append(progress.loss))
+    outcome = trainer.train(wanted, wanted, watch=watch)
     assert losses[-1] < 0.7 * losses[0]
-    agreement = trainer.agreement(wanted)
+    agreement = outcome.best.agreement
     assert min(agreement) > 0.9, agreement
 
     decoder = Decoder(target, drafter, DraftOptions(1, 3, 3))
@@ -167,7 +173,7 @@ def test_the_same_seed_gives_the_same_weights(
         mx.random.seed(0)
         drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
         options = TrainOptions(horizon=1, anchors_per_batch=256, seed=seed)
-        DrafterTrainer(target, drafter, options).train(wanted, lambda progress: None)
+        DrafterTrainer(target, drafter, options).train(wanted, wanted)
         weights.append(np.array(drafter.rnn_w.weight))
     np.testing.assert_allclose(weights[0], weights[1], atol=1e-6)
     assert np.abs(weights[0] - weights[2]).max() > 1e-5
