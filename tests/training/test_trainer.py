@@ -1,22 +1,24 @@
 """Batches are aligned as decoding aligns them, and training makes a drafter that is accepted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import DraftOptions
 from mlx_redrafter.decoding.target import Target
 from mlx_redrafter.errors import FormatError, InputError
-from mlx_redrafter.training.corpus import Corpus
-from mlx_redrafter.training.features import Shard, extract, shards
 from mlx_redrafter.training.batches import Batches, make_batch
 from mlx_redrafter.training.checkpoint import Checkpoint
+from mlx_redrafter.training.corpus import Corpus
+from mlx_redrafter.training.features import Shard, extract, shards
 from mlx_redrafter.training.teacher import Teacher
-from mlx_redrafter.training.trainer import DrafterTrainer, Progress, TrainOptions, Watch
+from mlx_redrafter.training.trainer import DrafterTrainer, Progress, TrainOptions, Validation, Watch
 from tests import reference
 from tests.decoding import harness
 
@@ -186,3 +188,147 @@ def test_the_same_seed_gives_the_same_weights(
 def test_options_are_checked(values: dict[str, float]) -> None:
     with pytest.raises(InputError):
         TrainOptions(**values)  # type: ignore[arg-type]
+
+
+class Killed(Exception):
+    pass
+
+
+def trained(
+    target: Target,
+    wanted: list[Shard],
+    options: TrainOptions,
+    checkpoint: Checkpoint | None = None,
+    kill_after: int | None = None,
+) -> tuple[Drafter, list[Progress]]:
+    mx.random.seed(0)
+    drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
+    seen: list[Progress] = []
+
+    def step(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.step == kill_after:
+            raise Killed
+
+    trainer = DrafterTrainer(target, drafter, options)
+    watch = Watch(step=step)
+    if kill_after is None:
+        trainer.train(wanted[1:], wanted[:1], checkpoint, watch, checkpoint_seconds=0)
+    else:
+        with pytest.raises(Killed):
+            trainer.train(wanted[1:], wanted[:1], checkpoint, watch, checkpoint_seconds=0)
+    return drafter, seen
+
+
+def weights_of(drafter: Drafter) -> dict[str, np.ndarray]:
+    return {name: np.array(weight) for name, weight in tree_flatten(drafter.parameters())}
+
+
+SHORT = TrainOptions(horizon=2, anchors_per_batch=200, epochs=2, validations=3, average_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def features(
+    target: Target, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> list[Shard]:
+    wanted = shards([corpus], tmp_path_factory.mktemp("features"))
+    extract(target, wanted)
+    return wanted
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(
+    target: Target, features: list[Shard], tmp_path: Path
+) -> None:
+    """Bit for bit, wherever it is killed: in the first pass, in the second, after validations."""
+    whole, seen = trained(target, features, SHORT)
+    expected = weights_of(whole)
+    steps = seen[-1].steps
+    assert steps > 12
+    checkpoint = Checkpoint(tmp_path / "checkpoint", "recipe")
+    for kill in (1, 5, steps - 2):
+        _, before = trained(target, features, SHORT, checkpoint, kill_after=kill)
+    resumed, after = trained(target, features, SHORT, checkpoint)
+    assert len(after) == steps - before[-1].step + 1  # the step it was killed in is done again
+    assert [(p.step, p.positions, p.loss) for p in after] == [
+        (p.step, p.positions, p.loss) for p in seen[-len(after) :]
+    ]
+    for name, weight in weights_of(resumed).items():
+        assert (weight == expected[name]).all(), name
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    target: Target, features: list[Shard], tmp_path: Path
+) -> None:
+    trained(target, features, SHORT, Checkpoint(tmp_path / "x", "one"), kill_after=2)
+    with pytest.raises(FormatError, match="other settings"):
+        trained(target, features, SHORT, Checkpoint(tmp_path / "x", "two"))
+    (tmp_path / "x" / "state.safetensors").write_bytes(b"cut")
+    with pytest.raises(FormatError, match="broken"):
+        trained(target, features, SHORT, Checkpoint(tmp_path / "x", "one"))
+
+
+def test_parts_of_a_batch_add_up_to_it(target: Target, features: list[Shard]) -> None:
+    """Accumulated over three parts or in one go: the same steps, to rounding."""
+    one, _ = trained(target, features, replace(SHORT, anchors_per_batch=300))
+    three, _ = trained(
+        target, features, replace(SHORT, anchors_per_batch=100, accumulate_batches=3)
+    )
+    for name, weight in weights_of(one).items():
+        np.testing.assert_allclose(weights_of(three)[name], weight, atol=2e-3)
+
+
+def test_the_best_weights_are_kept_and_it_stops_early(
+    target: Target, features: list[Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation figures are made worse from the second on: the first one's weights must stay."""
+    options = replace(SHORT, validations=6, patience=2)
+    drafter = Drafter(DrafterConfig(target.hidden_size, target.vocab_size, 64, 1))
+    trainer = DrafterTrainer(target, drafter, options)
+    scores = iter([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    kept = []
+
+    def validate(batches: Batches, step: int) -> Validation:
+        kept.append(trainer.drafter.lm_head[-1].weight)
+        return Validation(step, 1.0, [next(scores)])
+
+    monkeypatch.setattr(trainer, "_validate", validate)
+    outcome = trainer.train(features[1:], features[:1])
+    assert len(outcome.validations) == 3
+    assert outcome.stopped < outcome.steps
+    assert outcome.best == outcome.validations[0]
+    assert (np.array(drafter.lm_head[-1].weight) == np.array(kept[0])).all()
+    assert (np.array(kept[0]) != np.array(kept[2])).any()
+
+
+def test_a_moving_average_lags_behind_the_weights(target: Target, features: list[Shard]) -> None:
+    plain, _ = trained(target, features, replace(SHORT, average_decay=0.0))
+    averaged, _ = trained(target, features, replace(SHORT, average_decay=0.99))
+    assert any((w != weights_of(averaged)[n]).any() for n, w in weights_of(plain).items())
+
+
+def test_text_without_answers_is_refused(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    none = Corpus("none", corpus.ids[:4], np.zeros_like(corpus.role[:4]))
+    wanted = shards([none], tmp_path)
+    extract(target, wanted)
+    with pytest.raises(InputError, match="no answers"):
+        trained(target, [*wanted, *wanted], SHORT)
+
+
+def test_rows_of_two_lengths_make_one_batch(target: Target, corpus: Corpus) -> None:
+    """Laid end to end, each row's anchors must be those it has alone."""
+    short = Corpus("short", corpus.ids[:2, :17], corpus.role[:2, :17])
+    wanted = [
+        Shard(corpus, slice(0, 3), Path("none"), target),
+        Shard(short, slice(0, 2), Path("none"), target),
+    ]
+    known = np.ones(target.vocab_size, dtype=np.bool_)
+    together = Batches(wanted, known, 3, 10_000)
+    (rows,) = together.epoch(0, 0)
+    batch = together.load(rows)
+    alone = [together.load([row]) for row in rows]
+    for name in ("hidden", "tokens", "usable"):
+        expected = np.concatenate([np.array(getattr(part, name)) for part in alone])
+        np.testing.assert_array_equal(np.array(getattr(batch, name)), expected)
+    picked = np.array(batch.states)[np.array(batch.label_rows)]
+    parts = [np.array(part.states)[np.array(part.label_rows)] for part in alone]
+    np.testing.assert_array_equal(picked, np.concatenate(parts))
