@@ -42,13 +42,23 @@ class InputScaling:
         return embedding / self.size
 
     def fold(self, drafter: Drafter) -> None:
-        """Rewrite the weights so that they take the raw inputs."""
+        """Rewrite the weights, which take scaled inputs, so that they take the raw ones."""
+        self._rescale(drafter, -self.centre / self.spread, 1 / self.spread, 1 / self.size)
+
+    def unfold(self, drafter: Drafter) -> None:
+        """Rewrite the weights, which take raw inputs, so that they take scaled ones."""
+        self._rescale(drafter, self.centre, self.spread, self.size)
+
+    def _rescale(
+        self, drafter: Drafter, shift: mx.array, factor: mx.array, embedding_factor: mx.array
+    ) -> None:
+        """Let the weights take (x - shift) / factor where they took x."""
         size = drafter.config.hidden_size
         if "input_proj" in drafter:
             weight, bias = drafter.input_proj.weight, drafter.input_proj.bias
-            context = weight[:, :size] / self.spread
-            drafter.input_proj.weight = mx.concatenate([context, weight[:, size:]], axis=1)
-            drafter.input_proj.bias = bias - context @ self.centre
+            context = weight[:, :size]
+            drafter.input_proj.bias = bias + context @ shift
+            drafter.input_proj.weight = mx.concatenate([context * factor, weight[:, size:]], axis=1)
         if drafter.config.rnn:
-            drafter.rnn_w.weight = drafter.rnn_w.weight / self.size
+            drafter.rnn_w.weight = drafter.rnn_w.weight * embedding_factor
         mx.eval(drafter.parameters())

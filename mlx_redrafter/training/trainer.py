@@ -27,6 +27,7 @@ from mlx_redrafter.errors import InputError
 from mlx_redrafter.training.batches import Batch, Batches, Rows
 from mlx_redrafter.training.checkpoint import Checkpoint, TrainingState
 from mlx_redrafter.training.features import Shard
+from mlx_redrafter.training.initial import start_from_drafter, start_from_head
 from mlx_redrafter.training.inputs import InputScaling
 from mlx_redrafter.training.loss import distillation_loss
 from mlx_redrafter.training.teacher import Teacher
@@ -129,7 +130,9 @@ class DrafterTrainer:
         drafter: Drafter,
         options: TrainOptions,
         group: mx.distributed.Group | None = None,
+        earlier: Drafter | None = None,
     ) -> None:
+        """``group``: the processes that share the work. ``earlier``: a drafter to start from."""
         tokens = drafter.draft_tokens
         if tokens is None:
             tokens = mx.arange(drafter.config.vocab_size, dtype=mx.int32)
@@ -139,6 +142,7 @@ class DrafterTrainer:
         self.teacher = Teacher(target, tokens)
         self.known = np.zeros(drafter.config.vocab_size, dtype=np.bool_)
         self.known[np.array(tokens)] = True
+        self._earlier = earlier
         self._group = group
         self._rank, self._processes = (0, 1) if group is None else (group.rank(), group.size())
         weights = [options.depth_decay**i for i in range(options.horizon)]
@@ -305,12 +309,16 @@ class DrafterTrainer:
         return self.target.embed(tokens).astype(mx.float32)
 
     def _prepare(self) -> None:
-        """Scale the inputs and start from the target's own head; the same on a resumed run."""
+        """Scale the inputs and set the first weights; the same on a resumed run."""
+        drafter, head = self.drafter, self.teacher.head
         sample = self._batches.load(self._batches.epoch(self.options.seed, 0)[0])
         embeddings = self._embed(sample.tokens.reshape(-1))
-        self._scaling = InputScaling.measure(self.drafter, sample.hidden, embeddings)
-        if self.drafter.config.exit_dim == self.drafter.config.hidden_size:
-            start_from_head(self.drafter, self.teacher.head)
+        self._scaling = InputScaling.measure(drafter, sample.hidden, embeddings)
+        if self._earlier is not None:
+            start_from_drafter(drafter, self._earlier, head)
+            self._scaling.unfold(drafter)
+        elif drafter.config.exit_dim == drafter.config.hidden_size:
+            start_from_head(drafter, head)
 
     def _start(
         self, optimizer: optim.Optimizer, checkpoint: Checkpoint | None, watch: Watch
@@ -361,15 +369,6 @@ class DrafterTrainer:
 
     def _saves(self, checkpoint: Checkpoint | None) -> bool:
         return checkpoint is not None and self._rank == 0
-
-
-def start_from_head(drafter: Drafter, head: mx.array) -> None:
-    """Give the drafter the target's own head, ``head`` (V_d, D), scaled to the usual size of fresh
-    weights: what remains to be learned is where to move the hidden state to."""
-    fresh = drafter.lm_head[-1].weight
-    size = mx.sqrt(mx.square(fresh).mean() / mx.square(head).mean())
-    drafter.lm_head[-1].weight = head * size
-    mx.eval(drafter.parameters())
 
 
 def _moved(average: Any, weights: Any, decay: float, step: int) -> Any:
