@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from mlx_redrafter.benchmarking.paired import Spread
 from mlx_redrafter.training.acceptance import Acceptance, Estimate
 from mlx_redrafter.training.proof import Proof, TemperatureProof
 
@@ -117,8 +118,8 @@ def _decoding(proof: Proof | None) -> list[str]:
                 f"{each.temperature:g}",
                 _number(each.tokens_per_step, 2),
                 "not measured" if each.gain is None else each.gain,
-                _number(each.tokens_per_second and each.tokens_per_second.median, 1),
-                _number(each.plain_tokens_per_second and each.plain_tokens_per_second.median, 1),
+                _median(each.tokens_per_second),
+                _median(each.plain_tokens_per_second),
                 _equal(each),
             )
             for each in proof.results
@@ -238,6 +239,10 @@ def _inline(text: str) -> str:
 
 def _link(name: str) -> str:
     return re.sub(r"[^\w.-]", lambda match: "".join(f"%{b:02X}" for b in match[0].encode()), name)
+
+
+def _median(spread: Spread | None) -> str:
+    return _number(None if spread is None else spread.median, 1)
 
 
 def _number(value: float | None, digits: int) -> str:

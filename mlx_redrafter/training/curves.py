@@ -15,7 +15,7 @@ from mlx_redrafter.training.log import Event, read_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 INSTALL = "matplotlib is not installed: pip install 'mlx-redrafter[plot]'"
 _INCHES, _DPI = (12, 9), 100  # 1200 x 900 pixels
@@ -57,9 +57,10 @@ def _fill(figure: Figure, events: Sequence[Event], log: Path) -> None:
     replays = [event for event in events if event["event"] == "acceptance"]
     if not steps:
         raise InputError(f"{log} has no step of training: there is no curve to draw.")
-    left, right = figure, None
+    left: FigureBase = figure
+    right: FigureBase | None = None
     if replays:
-        left, right = figure.subfigures(1, 2, width_ratios=[3, 1.1])
+        left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=[3, 1.1])[0]
     loss, agreement, rate = left.subplots(
         3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 3, 1.3]}
     )
