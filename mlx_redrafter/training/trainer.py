@@ -1,7 +1,8 @@
 """The training loop: batches of anchors, soft labels of the frozen target, AdamW with a cosine.
 
 Alone or as one of several processes (``mlx.launch``), from the start or from a checkpoint: the
-same batches in the same order, and so the same weights.
+same batches in the same order, and so the same weights. Each process works on the rows of its own
+shards (``Workers.owns``) and needs no other hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from operator import mul
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
@@ -31,6 +31,7 @@ from mlx_redrafter.training.initial import start_from_drafter, start_from_head
 from mlx_redrafter.training.inputs import InputScaling
 from mlx_redrafter.training.loss import distillation_loss
 from mlx_redrafter.training.teacher import Teacher
+from mlx_redrafter.training.workers import Workers
 
 _CHECKPOINT_SECONDS = 60.0
 
@@ -129,10 +130,10 @@ class DrafterTrainer:
         target: Target,
         drafter: Drafter,
         options: TrainOptions,
-        group: mx.distributed.Group | None = None,
+        workers: Workers | None = None,
         earlier: Drafter | None = None,
     ) -> None:
-        """``group``: the processes that share the work. ``earlier``: a drafter to start from."""
+        """``workers``: the processes that share the work, if there are several. ``earlier``: a drafter to start from."""
         tokens = drafter.draft_tokens
         if tokens is None:
             tokens = mx.arange(drafter.config.vocab_size, dtype=mx.int32)
@@ -143,8 +144,7 @@ class DrafterTrainer:
         self.known = np.zeros(drafter.config.vocab_size, dtype=np.bool_)
         self.known[np.array(tokens)] = True
         self._earlier = earlier
-        self._group = group
-        self._rank, self._processes = (0, 1) if group is None else (group.rank(), group.size())
+        self._workers = workers or Workers()
         weights = [options.depth_decay**i for i in range(options.horizon)]
         self._depth_weights = mx.array(weights) / sum(weights)
         self._scaling: InputScaling | None = None  # only while training
@@ -242,10 +242,9 @@ class DrafterTrainer:
         """Loss and gradient of a whole optimiser step, of all parts and processes."""
         options = self.options
         total = self._batches.count(rows)
-        parts = self._processes * options.accumulate_batches
         loss, grads = mx.array(0.0), tree_map(mx.zeros_like, weights)
-        for part in range(self._rank, parts, self._processes):
-            mine = rows[part::parts]
+        for part in range(options.accumulate_batches):
+            mine = self._own(rows)[part :: options.accumulate_batches]
             if not mine:
                 continue
             batch = self._batches.load(mine)
@@ -254,10 +253,7 @@ class DrafterTrainer:
             loss = loss + part_loss
             grads = tree_map(mx.add, grads, part_grads)
             mx.eval(loss, grads)
-        if self._processes > 1:
-            grads = nn.utils.average_gradients(grads, self._group)
-            grads = tree_map(lambda grad: grad * self._processes, grads)
-            loss = mx.distributed.all_sum(loss, group=self._group)
+        loss, grads = self._workers.sum((loss, grads))
         return loss, grads
 
     def _judge(self, state: TrainingState) -> Validation:
@@ -276,8 +272,11 @@ class DrafterTrainer:
     def _validate(self, batches: Batches, step: int) -> Validation:
         horizon = self.options.horizon
         hits, seen, loss = np.zeros(horizon), np.zeros(horizon), 0.0
-        for rows in batches.epoch(0, 0)[self._rank :: self._processes]:
-            batch = batches.load(rows)
+        for rows in batches.epoch(0, 0):
+            mine = self._own(rows)
+            if not mine:
+                continue
+            batch = batches.load(mine)
             scores = self.teacher.logits(batch.states)
             wanted = mx.argmax(scores, axis=-1)
             teacher = mx.softmax(scores, axis=-1, precise=True)
@@ -286,10 +285,8 @@ class DrafterTrainer:
                 hit = mx.argmax(logits, axis=-1) == wanted[batch.label_rows[:, depth]]
                 hits[depth] += float((hit * batch.usable[:, depth]).sum())
                 seen[depth] += float(batch.usable[:, depth].sum())
-        if self._processes > 1:
-            mine = mx.array([*hits.tolist(), *seen.tolist(), loss])
-            sums = np.array(mx.distributed.all_sum(mine, group=self._group), dtype=np.float64)
-            hits, seen, loss = sums[:horizon], sums[horizon:-1], float(sums[-1])
+        sums = self._workers.sum(mx.array([*hits.tolist(), *seen.tolist(), loss]))
+        hits, seen, loss = np.array(sums[:horizon]), np.array(sums[horizon:-1]), float(sums[-1])
         agreement = [float(h / max(n, 1)) for h, n in zip(hits, seen, strict=True)]
         return Validation(step, loss, agreement)
 
@@ -311,9 +308,12 @@ class DrafterTrainer:
     def _prepare(self) -> None:
         """Scale the inputs and set the first weights; the same on a resumed run."""
         drafter, head = self.drafter, self.teacher.head
-        sample = self._batches.load(self._batches.epoch(self.options.seed, 0)[0])
-        embeddings = self._embed(sample.tokens.reshape(-1))
-        self._scaling = InputScaling.measure(drafter, sample.hidden, embeddings)
+        hidden, embeddings = mx.zeros((0, head.shape[1])), mx.zeros((0, head.shape[1]))
+        mine = self._own(self._batches.epoch(self.options.seed, 0)[0])
+        if mine:
+            sample = self._batches.load(mine)
+            hidden, embeddings = sample.hidden, self._embed(sample.tokens.reshape(-1))
+        self._scaling = InputScaling.measure(drafter, hidden, embeddings, self._workers.sum)
         if self._earlier is not None:
             start_from_drafter(drafter, self._earlier, head)
             self._scaling.unfold(drafter)
@@ -324,14 +324,18 @@ class DrafterTrainer:
         self, optimizer: optim.Optimizer, checkpoint: Checkpoint | None, watch: Watch
     ) -> TrainingState:
         """The state of the checkpoint, or a fresh one."""
-        state = None if checkpoint is None else checkpoint.load()
-        if state is not None:
-            optimizer.state = state.optimizer
-            watch.resumed(state.step)
-            return state
         weights = self.drafter.trainable_parameters()
         optimizer.init(weights)
-        return TrainingState(0, weights, optimizer.state)
+        fresh = TrainingState(0, weights, optimizer.state)
+        saved = None
+        if checkpoint is not None and self._workers.is_first:
+            saved = checkpoint.load()
+        state = self._workers.share(saved, fresh)
+        if state is None:
+            return fresh
+        optimizer.state = state.optimizer
+        watch.resumed(state.step)
+        return state
 
     def _optimizer(self, steps: int) -> optim.Optimizer:
         options = self.options
@@ -362,13 +366,16 @@ class DrafterTrainer:
     @property
     def _global_batch(self) -> int:
         options = self.options
-        return options.anchors_per_batch * options.accumulate_batches * self._processes
+        return options.anchors_per_batch * options.accumulate_batches * self._workers.count
 
     def _cut(self, shards: list[Shard], size: int) -> Batches:
         return Batches(shards, self.known, self.options.horizon, size)
 
+    def _own(self, rows: Rows) -> Rows:
+        return [row for row in rows if self._workers.owns(row[0])]
+
     def _saves(self, checkpoint: Checkpoint | None) -> bool:
-        return checkpoint is not None and self._rank == 0
+        return checkpoint is not None and self._workers.is_first
 
 
 def _moved(average: Any, weights: Any, decay: float, step: int) -> Any:
