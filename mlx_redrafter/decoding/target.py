@@ -152,7 +152,7 @@ class Target:
             states.append(hidden)
         return mx.concatenate(states, axis=1)
 
-    def head(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array) -> mx.array:
         """The model's own logits (n, V) of states after the final norm (n, D): head, scaling and
         capping as the family has them. For training."""
         self._given = hidden[None].astype(self.dtype)

@@ -12,6 +12,8 @@ from mlx_redrafter.errors import CompatibilityError
 def start_from_head(drafter: Drafter, head: mx.array) -> None:
     """Give the drafter the target's own head, ``head`` (V_d, D), scaled to the usual size of fresh
     weights: what remains to be learned is where to move the hidden state to."""
+    if drafter.config.tie_head:
+        return  # it is the target's own already
     fresh = drafter.lm_head[-1].weight
     drafter.lm_head[-1].weight = head * (_size(fresh) / _size(head))
     mx.eval(drafter.parameters())
@@ -25,7 +27,7 @@ def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> No
     Raises CompatibilityError where the networks differ otherwise.
     """
     config, old = drafter.config, earlier.config
-    for name in ("hidden_size", "vocab_size", "exit_dim", "rnn"):
+    for name in ("hidden_size", "vocab_size", "exit_dim", "rnn", "tie_head"):
         if getattr(config, name) != getattr(old, name):
             raise CompatibilityError(
                 f"the drafter to start from has {name} {getattr(old, name)}, the new one "
@@ -39,13 +41,14 @@ def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> No
     for name in ("rnn_u", "rnn_w", "input_proj"):
         if name in drafter:
             drafter[name].update(earlier[name].parameters())
-    for index, block in enumerate(drafter.lm_head[:-1]):
+    for index, block in enumerate(drafter.lm_head[: config.num_draft_layers]):
         if index < old.num_draft_layers:
             block.update(earlier.lm_head[index].parameters())
         else:
             block.linear.weight = mx.zeros_like(block.linear.weight)
             block.linear.bias = mx.zeros_like(block.linear.bias)
-    drafter.lm_head[-1].weight = _head(drafter, earlier, head)
+    if not config.tie_head:
+        drafter.lm_head[-1].weight = _head(drafter, earlier, head)
     mx.eval(drafter.parameters())
 
 

@@ -28,7 +28,7 @@ class Teacher:
         if self.is_matrix:
             return hidden @ self.head.T
         parts = [
-            self.target.head(hidden[i : i + _ROWS_AT_ONCE])[:, self.tokens].astype(mx.float32)
+            self.target.logits(hidden[i : i + _ROWS_AT_ONCE])[:, self.tokens].astype(mx.float32)
             for i in range(0, hidden.shape[0], _ROWS_AT_ONCE)
         ]
         return mx.concatenate(parts)
@@ -39,7 +39,7 @@ class Teacher:
 
     def _matches_the_model(self) -> bool:
         hidden = self.target.hidden_states(self.tokens[None, :4])[0].astype(mx.float32)
-        wanted = self.target.head(hidden)[:, self.tokens].astype(mx.float32)
+        wanted = self.target.logits(hidden)[:, self.tokens].astype(mx.float32)
         error = mx.abs(hidden @ self.head.T - wanted).max()
         return bool((error <= 0.02 * mx.abs(wanted).max()).item())
 
