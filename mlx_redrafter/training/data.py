@@ -24,7 +24,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.sample_utils import apply_top_p
 
 from mlx_redrafter.decoding.choose import make_chooser
 from mlx_redrafter.decoding.options import SamplingOptions
@@ -44,9 +43,11 @@ _OPENING = 16  # tokens made up as the beginning of a text, where there is no ch
 _LEAST_ROOM = 32  # tokens left in a row that are worth a further turn
 _LEAST_ANSWER = 8  # tokens of the assistant that make a row worth keeping
 _PREFILL_BATCH = 8
-_GRAM = 8  # tokens; a text that repeats so many at a time ...
-_LOOP_WINDOW = 64  # ... over so many tokens ...
-_LOOP_SHARE = 0.75  # ... in so large a share of places is a loop
+_HALVINGS = 20
+_GRAM = 8  # tokens; a text whose tokens complete a sequence of so many that was there before ...
+_LOOP_SHARE = 0.75  # ... in so large a share ...
+_LOOP_WINDOW = 64  # ... of its last tokens is a loop
+_SHORTEST_LOOP = 32
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class _Row:
 
     @property
     def loops(self) -> bool:
-        return sum(self._repeats) >= _LOOP_SHARE * _LOOP_WINDOW
+        last = len(self._repeats)
+        return last >= _SHORTEST_LOOP and sum(self._repeats) >= _LOOP_SHARE * last
 
     def cut_loop(self) -> None:
         """Drop everything from where the answer begins to say again what it said before."""
@@ -315,7 +317,7 @@ class _Writer:
 
         def sample(logprobs: mx.array) -> mx.array:
             if cut:
-                logprobs = apply_top_p(logprobs, self.options.top_p)
+                logprobs = _cut_tail(logprobs, self.options.top_p)
             return choose(logprobs, alone, next(positions) - 1)
 
         return sample
@@ -335,6 +337,19 @@ class _Writer:
         if token is None and not self._eos:
             raise InputError("the tokenizer has no token that begins a text: give prompts.")
         return min(self._eos) if token is None else int(token)
+
+
+@mx.compile
+def _cut_tail(logprobs: mx.array, top_p: float) -> mx.array:
+    """Keep the likeliest tokens that together reach ``top_p``, as mlx-lm's ``apply_top_p`` does,
+    but by halving the range of the threshold: no sort, which takes three times as long on a CPU."""
+    probabilities = mx.exp(logprobs.astype(mx.float32))
+    low, high = mx.array(0.0), probabilities.max(axis=-1, keepdims=True)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        kept = mx.where(probabilities >= middle, probabilities, 0.0).sum(axis=-1, keepdims=True)
+        low, high = mx.where(kept >= top_p, middle, low), mx.where(kept >= top_p, high, middle)
+    return mx.where(probabilities < low, -mx.inf, logprobs)
 
 
 class _ShardRun:
