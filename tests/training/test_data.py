@@ -20,7 +20,8 @@ from mlx_redrafter.decoding.loop import Decoder
 from mlx_redrafter.decoding.options import SamplingOptions
 from mlx_redrafter.decoding.target import Target
 from mlx_redrafter.errors import FormatError, InputError, RedrafterError
-from mlx_redrafter.training import data
+from mlx_redrafter.training import conversations
+from mlx_redrafter.training.conversations import Row, RowWriter
 from mlx_redrafter.training.corpus import ASSISTANT, PADDING, TEMPLATE, USER, read_corpus
 from mlx_redrafter.training.data import DataOptions, write_data
 from mlx_redrafter.training.framing import ChatFrame
@@ -91,7 +92,7 @@ def test_rows_are_what_plain_decoding_gives(family: str) -> None:
     other rows: batching, caches carried from turn to turn and positions change nothing."""
     options = dataclasses.replace(OPTIONS, top_p=1.0)
     pair = make_pair(family)
-    rows = data._Writer(pair, options, list(PROMPTS)).write(0, set(), lambda done: None)
+    rows = RowWriter(pair, options, list(PROMPTS)).write(0, set(), lambda done: None)
     assert pair.target.take_hidden() is None
     turns = {0.0: 0, 1.0: 0, "user": 0}
     for row in rows:
@@ -123,7 +124,7 @@ def test_every_token_has_its_author(whole: list[Path]) -> None:
             if stretches[-1][0] == PADDING:
                 assert not any(ids[stretches.pop()[1] :])
             assert PADDING not in [role for role, _, _ in stretches]
-            assert roles.count(ASSISTANT) >= data._LEAST_ANSWER
+            assert roles.count(ASSISTANT) >= conversations._LEAST_ANSWER
             raw = stretches[0][0] == USER
             for (role, first, end), before in zip(stretches, [None, *stretches], strict=False):
                 part = ids[first:end]
@@ -167,7 +168,7 @@ def test_no_two_rows_are_alike_and_temperatures_are_even(whole: list[Path]) -> N
     assert len(set(openings.tolist())) == len(openings)
     rows = [tuple(row) for shard in shards for row in shard["ids"].tolist()]
     assert len(set(rows)) == len(rows)
-    writer = data._Writer(make_pair(), OPTIONS, list(PROMPTS))
+    writer = RowWriter(make_pair(), OPTIONS, list(PROMPTS))
     plans = [writer.plan(shard) for shard in range(4)]
     for plan in plans:
         assert sorted(index for _, index in plan) == [0, 0, 0, 1, 1, 1]
@@ -176,8 +177,26 @@ def test_no_two_rows_are_alike_and_temperatures_are_even(whole: list[Path]) -> N
     assert len({tuple(index for _, index in plan) for plan in plans}) > 1
 
 
+def test_what_was_written_before_is_not_written_again(tmp_path: Path) -> None:
+    own = dataclasses.replace(OPTIONS, rows_per_shard=3)
+    writer = RowWriter(make_pair(), own, [])
+    before = {row.opening for row in writer.write(0, set(), lambda done: None)}
+    after = {row.opening for row in writer.write(0, before, lambda done: None)}
+    assert before
+    assert after
+    assert not before & after
+    # A greedy answer to the only prompt: the first shard has it, the second finds nothing new.
+    options = dataclasses.replace(
+        OPTIONS, temperatures=(0.0,), self_prompted=0.0, max_turns=1, rows_per_shard=2
+    )
+    with pytest.raises(InputError, match="repeats itself"):
+        write(tmp_path, options=options, prompts=[Prompt(("jumps over",))])
+    (shard,) = contents(list(tmp_path.glob("*.npz")))
+    assert len(shard["ids"]) == 1
+
+
 def test_seeds_differ_between_rows_attempts_and_shards() -> None:
-    writer = data._Writer(make_pair(), OPTIONS, [])
+    writer = RowWriter(make_pair(), OPTIONS, [])
     seeds = {
         writer.begin(shard, slot, attempt, (None, 0)).seed
         for shard in range(3)
@@ -189,7 +208,9 @@ def test_seeds_differ_between_rows_attempts_and_shards() -> None:
 
 def test_a_model_without_a_template_continues_texts(tmp_path: Path) -> None:
     pair = make_pair(template=False)
-    paths = write(tmp_path, pair, prompts=[Prompt(("the quick brown fox", "left out"), "too")])
+    options = dataclasses.replace(OPTIONS, tokens=120, row_length=64)
+    prompts = [Prompt(("the quick brown fox", "left out"), "too")]
+    paths = write(tmp_path, pair, options, prompts=prompts)
     given = pair.tokenizer.encode("the quick brown fox")
     own = 0
     for shard in contents(paths):
@@ -202,19 +223,19 @@ def test_a_model_without_a_template_continues_texts(tmp_path: Path) -> None:
                 own += 1
                 assert ids[0] == IM_END  # this tokenizer has no other token to begin with
                 assert [role for role, _, _ in stretches] == [TEMPLATE, USER, ASSISTANT]
-                assert stretches[1][2] <= 1 + data._OPENING
-    assert own > 2
+                assert stretches[1][2] <= 1 + conversations._OPENING
+    assert own > 1
 
 
 def test_a_loop_is_cut_where_it_begins() -> None:
-    row = data._Row(0, 0, 0.0, 0, None)
+    row = Row(0, 0, 0.0, 0, None)
     row.extend([5, 6], [TEMPLATE, USER])
     text = [*range(100, 140), *(list(range(10)) * 20)]
     for token in text:
         row.add(token)
         if row.loops:
             break
-    assert len(row.answer) < 40 + 10 + data._LOOP_WINDOW
+    assert len(row.answer) < 40 + 10 + conversations._LOOP_WINDOW
     row.cut_loop()
     assert row.ids == [5, 6, *text[:50]]  # the first time stays
     assert row.roles == [TEMPLATE, USER, *[ASSISTANT] * 50]
@@ -222,7 +243,7 @@ def test_a_loop_is_cut_where_it_begins() -> None:
 
 
 def test_text_that_quotes_is_no_loop() -> None:
-    row = data._Row(0, 0, 0.0, 0, None)
+    row = Row(0, 0, 0.0, 0, None)
     for token in [*range(60), *range(100, 140), *range(40), *range(200, 240), *range(20, 50)]:
         row.add(token)
         assert not row.loops
@@ -248,7 +269,7 @@ def test_the_cut_of_the_tail_is_mlx_lms() -> None:
         logits = 4 * mx.random.normal((1, 500), key=mx.random.key(seed))
         logprobs = logits - mx.logsumexp(logits)
         for top_p in (0.1, 0.5, 0.95):
-            found = np.array(data._cut_tail(logprobs, top_p))
+            found = np.array(conversations._cut_tail(logprobs, top_p))
             np.testing.assert_array_equal(found, np.array(apply_top_p(logprobs, top_p)))
 
 
@@ -262,7 +283,7 @@ class Killed(BaseException):
 def test_killed_anywhere_it_goes_on_to_the_same_files(
     tmp_path: Path, whole: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    genuine: Callable[..., Any] = data.BatchGenerator.next_generated
+    genuine: Callable[..., Any] = conversations.BatchGenerator.next_generated
     left = 0
 
     def next_generated(self: Any) -> Any:
@@ -272,7 +293,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_files(
             raise Killed
         return genuine(self)
 
-    monkeypatch.setattr(data.BatchGenerator, "next_generated", next_generated)
+    monkeypatch.setattr(conversations.BatchGenerator, "next_generated", next_generated)
     kills = 0
     for calls in (20, 150, 0):
         left = calls
@@ -321,7 +342,7 @@ def test_what_is_there_is_kept_and_more_can_be_asked_for(
     assert all(wanted == more.tokens for _, wanted in reports)
     corpus = read_corpus(folder, VOCAB)
     assert (corpus.role == ASSISTANT).sum() == reports[-1][0]
-    monkeypatch.setattr(data.BatchGenerator, "next_generated", None)
+    monkeypatch.setattr(conversations.BatchGenerator, "next_generated", None)
     fewer = dataclasses.replace(OPTIONS, tokens=10)
     assert write(folder, options=fewer, prompts=PROMPTS) == paths[:1]
 
@@ -329,15 +350,15 @@ def test_what_is_there_is_kept_and_more_can_be_asked_for(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"options": DataOptions(**{**vars(OPTIONS), "seed": 1})}, "another seed:"),
+        ({"options": DataOptions(**{**vars(OPTIONS), "seed": 1})}, r"\(seed\)"),
         (
             {"options": DataOptions(**{**vars(OPTIONS), "temperatures": (0.0,), "top_p": 1.0})},
-            "another temperatures, top_p:",
+            r"\(temperatures, top_p\)",
         ),
-        ({"prompts": PROMPTS[:1]}, "another prompts, num_prompts:"),
-        ({"texts": ["a"]}, "another texts:"),
-        ({"pair": lambda: make_pair(seed=1)}, "another target:"),
-        ({"pair": lambda: make_pair(template=False)}, "another target"),
+        ({"prompts": PROMPTS[:1]}, r"\(prompts, num_prompts\)"),
+        ({"texts": ["a"]}, r"\(texts\)"),
+        ({"pair": lambda: make_pair(seed=1)}, r"\(target\)"),
+        ({"pair": lambda: make_pair(template=False)}, r"\(target\)"),
     ],
 )
 def test_a_folder_of_other_data_is_refused(
@@ -433,7 +454,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     long = Prompt(("hello there " * 60,))
     with pytest.raises(InputError, match="no prompt leaves room"):
         write(tmp_path, prompts=[long])
-    writer = data._Writer(make_pair(), OPTIONS, [long, PROMPTS[0]])
+    writer = RowWriter(make_pair(), OPTIONS, [long, PROMPTS[0]])
     assert writer.prompts == [PROMPTS[0]]
     with pytest.raises(InputError, match="context has 10000"):
         write(tmp_path, options=dataclasses.replace(OPTIONS, row_length=10_001))
@@ -481,6 +502,21 @@ def test_a_user_turn_may_end_in_plain_words() -> None:
     assert convert(frame.bridge) == ["\u2581", "he"]
     assert convert(frame.between)[:3] == ["</s>", "<s>", "\u2581the"]
     assert frame.bridge in frame.user_stops()
+
+
+def test_what_ended_the_users_turn_becomes_the_templates() -> None:
+    writer = RowWriter(fake_pair(sentencepiece(PLAIN)), OPTIONS, [])
+    assert writer._frame is not None
+    bridge = writer._frame.bridge
+    for ending, as_read in ((bridge, True), ([2], False), ([], True)):
+        row = writer.begin(0, 0, 0, (None, 0))
+        start = len(row.ids)
+        for token in [300, 301, *ending]:
+            row.add(token)
+        assert writer.end_user_turn(row, bool(ending)) == as_read
+        assert row.ids[start:] == [300, 301, *bridge]
+        assert row.roles[start:] == [USER, USER, *[TEMPLATE] * len(bridge)]
+        assert row.writing == ASSISTANT
 
 
 def test_a_template_that_hides_the_user_is_refused() -> None:
