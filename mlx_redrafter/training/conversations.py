@@ -177,8 +177,8 @@ class RowWriter:
         return self._answer_stops if row.writing == ASSISTANT else self._user_stops
 
     def end_user_turn(self, row: Row, stopped: bool) -> bool:
-        """Go on to the answer. True where the cache's rows are still the row's beginning; the
-        user's words are then ``row.ids[row.turn_start : ...]`` up to the template's."""
+        """Put the template's bridge to the answer in place of what ended the user's turn. True
+        where what the model has read is still how the row begins."""
         ending: list[int] = []
         if stopped:
             ending = max((s for s in self._stops if row.ids[-len(s) :] == s), key=len)

@@ -79,8 +79,9 @@ def write_data(
     """Let the target write ``options.tokens`` tokens of answers into ``folder``, and put ``texts``
     there as they are; give the files, the target's own first. What is there already is kept.
 
-    ``report`` gets the tokens written and wanted, after every token of a batch. Raises InputError
-    where the folder holds data of other options, prompts or of another target.
+    ``report`` gets the tokens written and wanted, after every step of a batch; the former falls
+    where a row is dropped. Raises InputError where the folder holds data of other options, prompts
+    or texts, or of another target.
     """
     if options.row_length > pair.context_length:
         raise InputError(
