@@ -18,7 +18,7 @@ from mlx_redrafter.errors import CompatibilityError, InputError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.load import ModelPair
 from mlx_redrafter.machine.files import atomic_folder
-from mlx_redrafter.training.corpus import frequent_tokens, read_corpus
+from mlx_redrafter.training.corpus import read_corpus
 from mlx_redrafter.training.features import Shard, extract, shards
 from mlx_redrafter.training.trainer import (
     VALIDATION_SHARDS,
@@ -26,6 +26,7 @@ from mlx_redrafter.training.trainer import (
     Progress,
     TrainOptions,
 )
+from mlx_redrafter.training.vocabulary import count_tokens, draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def distil(
                 "tokenizer": fingerprints.of_vocabulary(pair.tokenizer.get_vocab()),
             },
         )
-        tokens = frequent_tokens(corpora, count, target.vocab_size)
-        drafter = Drafter(config, mx.array(tokens))
+        counts = count_tokens(corpora, target.vocab_size)
+        vocabulary = draft_vocabulary(counts, count, pair.tokenizer)
+        drafter = Drafter(config, mx.array(vocabulary.tokens))
         trainer = DrafterTrainer(target, drafter, recipe.options)
         trainer.train(wanted[VALIDATION_SHARDS:], report.training)
         agreement = trainer.agreement(wanted[:VALIDATION_SHARDS])
