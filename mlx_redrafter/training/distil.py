@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -103,11 +104,7 @@ def distil(
             exit_dim=recipe.exit_dim or size,
             num_draft_layers=recipe.num_draft_layers,
             draft_vocab=count,
-            target={
-                "name": pair.name,
-                "model_type": pair.config.get("model_type"),
-                "tokenizer": fingerprints.of_vocabulary(pair.tokenizer.get_vocab()),
-            },
+            target=made_for(pair),
         )
         counts = count_tokens(corpora, target.vocab_size)
         vocabulary = draft_vocabulary(counts, count, pair.tokenizer)
@@ -120,6 +117,19 @@ def distil(
         drafter.save(temporary, dtype=mx.float16)
         (temporary / "README.md").write_text(_card(pair, files, recipe, result), encoding="utf-8")
     return result
+
+
+def made_for(pair: ModelPair) -> dict[str, Any]:
+    """What a drafter's config says of its target, for `load` and the registry to tell by."""
+    values: dict[str, Any] = {
+        "name": pair.name,
+        "model_type": pair.config.get("model_type"),
+        "tokenizer": fingerprints.of_vocabulary(pair.tokenizer.get_vocab()),
+        "fingerprint": pair.fingerprint,
+    }
+    if pair.adapter_path is not None:
+        values["adapter"] = pair.adapter_path.resolve().name
+    return values
 
 
 def _trainable(pair: ModelPair) -> ModelPair:
