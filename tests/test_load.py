@@ -212,5 +212,5 @@ def test_a_broken_adapter_is_one_line(
 
 
 def test_a_missing_adapter_is_one_line(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no adapter in .*nowhere"):
+    with pytest.raises(InputError, match=r"no adapter in .*nowhere"):
         load(str(model), adapter_path=tmp_path / "nowhere")
