@@ -192,7 +192,7 @@ class Drafter(nn.Module):
     def _pack(self, quantization: dict[str, int]) -> None:
         """All linears but ``input_proj``: it reads hidden states, a few directions of which are ten
         times as wide as the rest, and its columns make up for it, so that a group of them would
-        share too coarse a scale."""
+        share too coarse a scale. (Beam search packs the half that it reads at every step.)"""
         size = quantization["group_size"]
         nn.quantize(
             self,
