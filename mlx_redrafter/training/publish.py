@@ -55,7 +55,7 @@ def publish(folder: Path, repo: str, *, private: bool = False) -> str:
 def check_repo(repo: str) -> None:
     """Refuse what cannot be a repository's name, before hours of training."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined,unused-ignore]
 
     try:
         validate_repo_id(repo)

@@ -56,7 +56,7 @@ def target_cost(target: Target) -> Cost:
             args = getattr(target.model, "args", None)
             used = getattr(args, "num_experts_per_tok", None) or matrix.shape[0]
             share = used / matrix.shape[0]
-        elif module is target.embedding and module is not target.head:
+        elif matrix is not None and module is target.embedding and module is not target.head:
             share, multiplied = 1 / matrix.shape[0], 0
         total = Cost(
             total.parameters + parameters,
