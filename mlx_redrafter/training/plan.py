@@ -26,6 +26,7 @@ from mlx_redrafter.training.size import (
     Cost,
     DrafterSize,
     drafter_cost,
+    estimated_share,
     fresh_drafter,
     measure_costs,
     target_cost,
@@ -139,8 +140,8 @@ class Plan:
 
     @property
     def estimated_share(self) -> float:
-        """Four draft steps relative to a target step, by bytes read."""
-        return DRAFT_STEPS * self.drafter.step_bytes / self.target.step_bytes
+        """Four draft steps relative to a target step."""
+        return estimated_share(self.drafter, self.target)
 
     @property
     def measured_share(self) -> float | None:
@@ -194,14 +195,15 @@ class Plan:
             f"{_bytes(self.stored)} on disk, {_bytes(drafter.bytes)} in memory",
             f"target: {_count(self.target.parameters)} parameters, "
             f"{_bytes(self.target.bytes)} in memory",
-            f"cost: a draft step reads {_bytes(drafter.step_bytes)}, a target step "
-            f"{_bytes(self.target.step_bytes)}: {DRAFT_STEPS} of one are "
-            f"{self.estimated_share:.1%} of the other",
+            f"cost: {DRAFT_STEPS} draft steps are about {self.estimated_share:.1%} of a target "
+            f"step (one reads {_bytes(drafter.step_bytes)}, the other "
+            f"{_bytes(self.target.step_bytes)})",
         ]
         if self.rates is not None:
             lines.append(
-                f"measured: a draft step takes {_milliseconds(self.rates.draft_step)}, a target "
-                f"step {_milliseconds(self.rates.target_step)}: {share:.1%}"
+                f"measured here: {share:.1%} (a draft step takes "
+                f"{_milliseconds(self.rates.draft_step)}, a target step "
+                f"{_milliseconds(self.rates.target_step)})"
             )
         if (self.estimated_share if share is None else share) > SHARE:
             lines.append(

@@ -1,12 +1,15 @@
 """How large a drafter may be for its target: what a step costs, counted and measured.
 
-Decoding one sequence is bound by memory: a step's cost is the bytes it reads. Both counts are exact
-but for the KV cache, which only the target has. The default size keeps four draft steps below a
-tenth of a target step (design 4.2).
+Decoding one sequence is bound by memory: a step's cost is the bytes it reads. On a CPU packed
+weights are the exception: unpacking them takes longer than reading floats (measured: a drafter in 8
+bits took 2.6 times as long), so there it is the multiply-adds. Both counts are exact but for the KV
+cache, which only the target has. The default size keeps four draft steps below a tenth of a target
+step (design 4.2).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
@@ -108,6 +111,17 @@ def _bytes_each(config: DrafterConfig, width: int) -> float:
     return packing["bits"] / 8 + 2 * width / packing["group_size"]
 
 
+def estimated_share(drafter: Cost, target: Cost, on_gpu: bool | None = None) -> float:
+    """Four draft steps relative to a target step. ``on_gpu`` None: as this machine is."""
+    if _on_gpu() if on_gpu is None else on_gpu:
+        return DRAFT_STEPS * drafter.step_bytes / target.step_bytes
+    return DRAFT_STEPS * drafter.step_multiply_adds / target.step_multiply_adds
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
 @dataclass(frozen=True)
 class DrafterSize:
     """What is chosen about a drafter; the rest follows from its target."""
@@ -119,23 +133,20 @@ class DrafterSize:
     quantization: dict[str, int] | None = None
 
     @classmethod
-    def for_target(cls, target: Target, may_pack: bool | None = None) -> DrafterSize:
-        """The largest that keeps four draft steps below a tenth of a target step, by bytes.
+    def for_target(cls, target: Target, on_gpu: bool | None = None) -> DrafterSize:
+        """The largest that keeps four draft steps below a tenth of a target step.
 
-        In order: two residual blocks and then one, floats, 8 and then 4 bits, until
-        ``WANTED_ROWS`` fit. ``may_pack`` None: on a GPU, or where the target is packed itself;
-        elsewhere packed weights are slower than floats. A target too small to have room for any
-        gets the smallest, and its plan says that it is too dear.
+        In order: two residual blocks and then one; floats, and on a GPU 8 and then 4 bits; until
+        ``WANTED_ROWS`` fit. ``on_gpu`` None: as this machine is. A target too small to have room
+        for any gets the smallest, and its plan says that it is too dear.
         """
-        if may_pack is None:
-            packed = "scales" in target.head or "scales" in target.embedding
-            may_pack = packed or mx.default_device().type == mx.DeviceType.gpu
+        on_gpu = _on_gpu() if on_gpu is None else on_gpu
         size, vocab = target.hidden_size, target.vocab_size
-        packings = [None, *_PACKINGS] if may_pack else [None]
+        packings = [None, *_PACKINGS] if on_gpu else [None]
         found = []
         for quantization in packings:
             for blocks in (2, 1):
-                rows = _rows_that_fit(target, cls(size, blocks, vocab, False, quantization))
+                rows = _rows_that_fit(target, cls(size, blocks, vocab, False, quantization), on_gpu)
                 if rows >= min(WANTED_ROWS, vocab):
                     return cls(size, blocks, min(rows, MOST_ROWS, vocab), False, quantization)
                 found.append((rows, cls(size, blocks, rows, False, quantization)))
@@ -164,24 +175,12 @@ class DrafterSize:
         return f"exit_dim {self.exit_dim}, {blocks}, {head} of {self.draft_vocab} tokens{packing}"
 
 
-def _rows_that_fit(target: Target, size: DrafterSize) -> int:
+def _rows_that_fit(target: Target, size: DrafterSize, on_gpu: bool) -> int:
     """Head rows within the budget; the cost is linear in them. At most the vocabulary."""
-    one, two = (
-        drafter_cost(
-            DrafterConfig(
-                target.hidden_size,
-                target.vocab_size,
-                size.exit_dim,
-                size.num_draft_layers,
-                draft_vocab=rows,
-                quantization=size.quantization,
-            ),
-            target,
-        ).step_bytes
-        for rows in (1, 2)
-    )
-    budget = SHARE * target_cost(target).step_bytes / DRAFT_STEPS
-    rows = int((budget - one) / (two - one))
+    step = target_cost(target)
+    configs = (dataclasses.replace(size, draft_vocab=rows).config(target) for rows in (1, 2))
+    one, two = (estimated_share(drafter_cost(config, target), step, on_gpu) for config in configs)
+    rows = int((SHARE - one) / (two - one))
     if rows >= target.vocab_size:
         return target.vocab_size
     return max(0, rows // _ROWS_UNIT * _ROWS_UNIT)

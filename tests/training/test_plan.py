@@ -100,7 +100,7 @@ def test_it_reads_like_this(target: Target) -> None:
     lines = plan.lines()
     text = "\n".join(lines)
     assert lines[0].startswith("drafter: 26,816 parameters (exit_dim 64, 1 residual block, its own")
-    assert "measured: a draft step takes 1 ms, a target step 40 ms: 10.0%" in text
+    assert "measured here: 10.0% (a draft step takes 1 ms, a target step 40 ms)" in text
     assert "memory: about 2.35 GB at the peak of training, of 16 GB" in text
     assert "disk: 320 kB of text, 8.19 MB of hidden states" in text
     assert "500 GB are free" in text

@@ -16,6 +16,7 @@ from mlx_redrafter.training.size import (
     SHARE,
     DrafterSize,
     drafter_cost,
+    estimated_share,
     fresh_drafter,
     measure_costs,
     target_cost,
@@ -56,21 +57,24 @@ def lazy_target(name: str, dtype: str) -> Target:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "4bit"])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("may_pack", [None, True])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_four_draft_steps_cost_less_than_a_tenth_of_a_target_step(
-    name: str, dtype: str, may_pack: bool | None
+    name: str, dtype: str, on_gpu: bool
 ) -> None:
     target = lazy_target(name, dtype)
-    size = DrafterSize.for_target(target, may_pack)
-    cost = drafter_cost(size.config(target), target)
-    share = DRAFT_STEPS * cost.step_bytes / target_cost(target).step_bytes
+    size = DrafterSize.for_target(target, on_gpu)
+    step, whole = drafter_cost(size.config(target), target), target_cost(target)
+    share = estimated_share(step, whole, on_gpu)
+    if on_gpu:
+        assert share == DRAFT_STEPS * step.step_bytes / whole.step_bytes
+    else:
+        assert share == DRAFT_STEPS * step.step_multiply_adds / whole.step_multiply_adds
+        assert size.quantization is None, "packed weights are slow there"
     assert share < SHARE
     assert share > 0.6 * SHARE or size.draft_vocab == 16384, "it could be larger"
     assert size.draft_vocab >= 3072
     assert size.exit_dim == target.hidden_size
     assert size.num_draft_layers in (1, 2)
-    if dtype != "4bit" and may_pack is None and mx.default_device() == mx.cpu:
-        assert size.quantization is None, "packed weights are slow there"
 
 
 def test_a_target_too_small_for_any_gets_the_smallest() -> None:
