@@ -97,6 +97,21 @@ class Target:
         rows: mx.array = self._embedding(tokens)
         return rows
 
+    @property
+    def embedding(self) -> nn.Module:
+        """The module (V, D) that embeds tokens, packed or not."""
+        assert self._embedding is not None
+        return self._embedding
+
+    @property
+    def head(self) -> nn.Module:
+        """The module (V, D) that gives the logits, packed or not: the embedding where it is tied.
+        A scale, cap or bias that a family puts on top is not in it."""
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] == "lm_head":
+                return module
+        return self.embedding
+
     def check_tokens(self, tokens: list[int]) -> None:
         """Raise InputError for ids that MLX would read from behind the embedding's end."""
         last = 2**31 if self._embedding is None else self.vocab_size - 1

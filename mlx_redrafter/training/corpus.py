@@ -90,19 +90,6 @@ def _read_file(path: Path, vocab_size: int) -> Corpus:
     )
 
 
-def frequent_tokens(corpora: list[Corpus], count: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The ``count`` tokens that the assistant wrote most often, most frequent first.
-
-    Ties, and tokens never seen, follow in the order of their ids, which in a BPE vocabulary is
-    the order of merges and so roughly of frequency.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for corpus in corpora:
-        written = corpus.ids[corpus.role == ASSISTANT]
-        counts += np.bincount(written, minlength=vocab_size)
-    return np.argsort(-counts, kind="stable")[:count].astype(np.int32)
-
-
 def anchors(
     role: npt.NDArray[np.uint8], known: npt.NDArray[np.bool_], horizon: int
 ) -> npt.NDArray[np.bool_]:

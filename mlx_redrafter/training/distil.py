@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,7 +19,7 @@ from mlx_redrafter.errors import CompatibilityError, InputError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.load import ModelPair
 from mlx_redrafter.machine.files import atomic_folder
-from mlx_redrafter.training.corpus import frequent_tokens, read_corpus
+from mlx_redrafter.training.corpus import read_corpus
 from mlx_redrafter.training.features import Shard, extract, shards
 from mlx_redrafter.training.trainer import (
     VALIDATION_SHARDS,
@@ -26,6 +27,7 @@ from mlx_redrafter.training.trainer import (
     Progress,
     TrainOptions,
 )
+from mlx_redrafter.training.vocabulary import count_tokens, draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,11 @@ def distil(
             exit_dim=recipe.exit_dim or size,
             num_draft_layers=recipe.num_draft_layers,
             draft_vocab=count,
-            target={
-                "name": pair.name,
-                "model_type": pair.config.get("model_type"),
-                "tokenizer": fingerprints.of_vocabulary(pair.tokenizer.get_vocab()),
-            },
+            target=made_for(pair),
         )
-        tokens = frequent_tokens(corpora, count, target.vocab_size)
-        drafter = Drafter(config, mx.array(tokens))
+        counts = count_tokens(corpora, target.vocab_size)
+        vocabulary = draft_vocabulary(counts, count, pair.tokenizer)
+        drafter = Drafter(config, mx.array(vocabulary.tokens))
         trainer = DrafterTrainer(target, drafter, recipe.options)
         trainer.train(wanted[VALIDATION_SHARDS:], report.training)
         agreement = trainer.agreement(wanted[:VALIDATION_SHARDS])
@@ -118,6 +117,19 @@ def distil(
         drafter.save(temporary, dtype=mx.float16)
         (temporary / "README.md").write_text(_card(pair, files, recipe, result), encoding="utf-8")
     return result
+
+
+def made_for(pair: ModelPair) -> dict[str, Any]:
+    """What a drafter's config says of its target, for `load` and the registry to tell by."""
+    values: dict[str, Any] = {
+        "name": pair.name,
+        "model_type": pair.config.get("model_type"),
+        "tokenizer": fingerprints.of_vocabulary(pair.tokenizer.get_vocab()),
+        "fingerprint": pair.fingerprint,
+    }
+    if pair.adapter_path is not None:
+        values["adapter"] = pair.adapter_path.resolve().name
+    return values
 
 
 def _trainable(pair: ModelPair) -> ModelPair:

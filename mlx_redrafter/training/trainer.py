@@ -133,7 +133,7 @@ class DrafterTrainer:
         workers: Workers | None = None,
         earlier: Drafter | None = None,
     ) -> None:
-        """``workers``: the processes that share the work, if there are several. ``earlier``: a drafter to start from."""
+        """``workers``: the processes that share the work; ``earlier``: a drafter to start from."""
         tokens = drafter.draft_tokens
         if tokens is None:
             tokens = mx.arange(drafter.config.vocab_size, dtype=mx.int32)

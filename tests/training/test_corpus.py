@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.errors import FormatError, InputError
-from mlx_redrafter.training.corpus import Corpus, anchors, frequent_tokens, read_corpus
+from mlx_redrafter.training.corpus import anchors, read_corpus
 
 
 def save(path: Path, **arrays: np.ndarray) -> Path:
@@ -89,13 +89,6 @@ def test_refuses_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no zip")
     with pytest.raises(FormatError):
         read_corpus(tmp_path / "text.npz", vocab_size=9)
-
-
-def test_the_draft_vocabulary_is_what_the_assistant_wrote_most() -> None:
-    ids = np.array([[3, 3, 7, 7, 7, 5, 5, 5, 5]], dtype=np.int32)
-    role = np.array([[1, 1, 1, 1, 1, 0, 0, 0, 1]], dtype=np.uint8)
-    tokens = frequent_tokens([Corpus("own", ids, role)], 4, vocab_size=9)
-    assert tokens.tolist() == [7, 3, 5, 0]
 
 
 def slow_anchors(role: np.ndarray, known: np.ndarray, horizon: int) -> np.ndarray:
