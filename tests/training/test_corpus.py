@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.errors import FormatError, InputError
-from mlx_redrafter.training.corpus import anchors, read_corpus
+from mlx_redrafter.training.corpus import Corpus, anchors, read_corpus
 
 
 def save(path: Path, **arrays: np.ndarray) -> Path:
