@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mlx_redrafter  # noqa: F401
 
-_PLUGINS = ["conftest_builtin"]
+_PLUGINS = ["conftest_builtin", "conftest_tiny_target"]
 pytest_plugins = [f"tests.{n}" for n in _PLUGINS if Path(__file__).with_name(f"{n}.py").exists()]
 
 
