@@ -239,7 +239,7 @@ class _Answer:
     """The answer so far: applies the stop rules to each token in turn."""
 
     def __init__(self, request: _Request) -> None:
-        self._eos = _eos_tokens(request.pair)
+        self._eos = eos_tokens(request.pair)
         self._limit = request.limit
         self._stats = request.stats
         self._transcript = Transcript(request.pair.tokenizer, request.stops)
@@ -298,7 +298,7 @@ def _peak_memory() -> int:
     return int(mx.get_peak_memory())
 
 
-def _eos_tokens(pair: ModelPair) -> set[int]:
+def eos_tokens(pair: ModelPair) -> set[int]:
     """All of the model's EOS ids: the tokenizer's, and those of the (generation) config."""
     tokens = set(pair.tokenizer.eos_token_ids)
     configured = pair.config.get("eos_token_id")

@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mlx_redrafter import registry
 from mlx_redrafter.decoding import selfcheck
 from mlx_redrafter.decoding.drafter import Drafter
 from mlx_redrafter.decoding.target import Target
-from mlx_redrafter.errors import CompatibilityError, FormatError, RedrafterError
+from mlx_redrafter.errors import CompatibilityError, FormatError, InputError, RedrafterError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.machine import paths
 
@@ -41,22 +41,35 @@ class ModelPair:
     context_length: int
     config: dict[str, Any]
     drafting_reason: str | None = None
+    fingerprint: str = ""  # of the target with its adapter; fits no drafter where it was not taken
+    adapter_path: Path | None = None
 
 
 def load(
-    model: str = DEFAULT_MODEL, drafter: str | None = AUTO, dtype: str | None = None
+    model: str = DEFAULT_MODEL,
+    drafter: str | None = AUTO,
+    dtype: str | None = None,
+    adapter_path: str | Path | None = None,
 ) -> ModelPair:
     """Load a target and its drafter.
 
     ``model``: a shipped model's name, a folder in MLX format or a Hub repository. ``drafter``:
     "auto" for the one that is known for this model (none is no error), a name or folder, or None.
     ``dtype``: "float32", "bfloat16" or "float16" for unquantised weights and what is computed;
-    a shipped model has "4bit" too. None takes what suits this machine.
+    a shipped model has "4bit" too. None takes what suits this machine. ``adapter_path``: a folder
+    that mlx-lm's LoRA training wrote, applied to the target.
 
     Raises RedrafterError with the reason and the remedy.
     """
     folder = registry.resolve(model, dtype)
     network, config = _load_network(folder)
+    adapter, adapter_name = None, None
+    if adapter_path is not None:
+        adapter = Path(adapter_path).expanduser()
+        adapter_name = _adapter_fingerprint(adapter)
+    fingerprint = fingerprints.of_target(network, adapter_name)
+    if adapter is not None:
+        _apply_adapter(network, adapter)
     if dtype in CAST_DTYPES:
         network.set_dtype(getattr(mx, dtype))
     tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
@@ -68,10 +81,12 @@ def load(
         name=model,
         context_length=_context_length(config),
         config=config,
+        fingerprint=fingerprint,
+        adapter_path=adapter,
         drafting_reason="not asked for" if drafter is None else None,
     )
     if target.supports_trees:
-        reason = _self_check(pair)
+        reason = _self_check(pair, adapter_name)
         if reason is not None:
             target.run_plain(reason)
     if drafter is not None:
@@ -85,8 +100,38 @@ def _load_network(folder: Path) -> tuple[Any, dict[str, Any]]:
     except RedrafterError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise FormatError(f"{folder} cannot be loaded by mlx-lm: {reason}") from error
+        raise FormatError(f"{folder} cannot be loaded by mlx-lm: {_one_line(error)}") from error
+
+
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+
+
+def _adapter_fingerprint(folder: Path) -> str:
+    for name in _ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise InputError(
+                f"no adapter in {folder}: it lacks {name}; give a folder that mlx_lm.lora wrote"
+            )
+    try:
+        return fingerprints.of_adapter(folder)
+    except (OSError, ValueError, AttributeError) as error:
+        raise FormatError(f"the adapter in {folder} cannot be read: {_one_line(error)}") from error
+
+
+def _apply_adapter(network: Any, folder: Path) -> None:
+    try:
+        load_adapters(network, str(folder))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise CompatibilityError(
+            f"the adapter in {folder} does not fit this model, or is broken: {_one_line(error)}"
+        ) from error
+    network.eval()  # the new layers come in training mode, with dropout
+    mx.eval(network.parameters())
+
+
+def _one_line(error: Exception, longest: int = 300) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,9 +154,9 @@ def _original_context(config: dict[str, Any]) -> int | None:
     return None
 
 
-def _self_check(pair: ModelPair) -> str | None:
+def _self_check(pair: ModelPair, adapter: str | None) -> str | None:
     """Why trees cannot be trusted on this model and machine; None where they can. Measured once
-    per model, machine and mlx version."""
+    per model, adapter, machine and mlx version."""
     weights = [(n, w.shape, str(w.dtype)) for n, w in tree_flatten(pair.target.model.parameters())]
     key = fingerprints.of_values(
         selfcheck.VERSION,
@@ -119,6 +164,7 @@ def _self_check(pair: ModelPair) -> str | None:
         sorted(weights),
         [platform.machine(), str(mx.default_device()), _chip()],
         [version("mlx"), version("mlx-lm")],
+        *([adapter] if adapter else []),
     )
     path = paths.home() / "selfcheck" / f"{key}.json"
     try:
@@ -151,7 +197,7 @@ def _remember(path: Path, verdict: selfcheck.Verdict) -> None:
 
 def _add_drafter(pair: ModelPair, drafter: str) -> None:
     """Put the drafter into the pair, or say why there is none. An explicit one must fit."""
-    folder = registry.resolve_drafter(pair.name, drafter)
+    folder = registry.resolve_drafter(pair.name, drafter, pair.fingerprint)
     if folder is None:
         pair.drafting_reason = "no drafter is known for this model; train one, or name a folder"
         return
@@ -164,6 +210,8 @@ def _add_drafter(pair: ModelPair, drafter: str) -> None:
         return
     loaded = Drafter.load(folder, dtype=pair.target.dtype)
     _check_fit(pair, loaded, folder)
+    if loaded.config.tie_head:
+        loaded.bind_head(pair.target.head)
     pair.drafter = loaded
 
 
@@ -178,7 +226,14 @@ def _check_fit(pair: ModelPair, drafter: Drafter, folder: Path) -> None:
                 f"the drafter in {folder} has {what} {theirs}, {pair.name} has {ours}: "
                 "it was made for another model."
             )
-    expected = (config.target or {}).get("tokenizer")
+    made_for = config.target or {}
+    fingerprint = made_for.get("fingerprint")
+    if fingerprint and fingerprints.similarity(fingerprint, pair.fingerprint) < fingerprints.SAME:
+        raise CompatibilityError(
+            f"the drafter in {folder} was made for another model than {pair.name}: for "
+            f"{made_for.get('name', 'one without a name')}, or with another adapter."
+        )
+    expected = made_for.get("tokenizer")
     if expected and expected != fingerprints.of_vocabulary(pair.tokenizer.get_vocab()):
         raise CompatibilityError(
             f"the drafter in {folder} was made for another tokenizer than {pair.name}'s."

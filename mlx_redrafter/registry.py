@@ -1,12 +1,15 @@
 """Names of models and drafters, and the folders they stand for."""
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_redrafter import hub, shipped
 from mlx_redrafter.errors import FormatError, InputError
-from mlx_redrafter.machine import paths
+from mlx_redrafter.formats import fingerprints
+from mlx_redrafter.machine import files, paths
 from mlx_redrafter.machine.device import default_dtype
 
 _ALIASES = {"quantized": shipped.PACKED}
@@ -29,6 +32,8 @@ class ModelEntry:
     size_bytes: int | None
     formats: list[str]
     """Of a target: those that are here."""
+    target: str | None = None
+    """Of a drafter: the model that it was made for, and its adapter."""
 
 
 def resolve(name_or_path: str, dtype: str | None = None) -> Path:
@@ -57,11 +62,15 @@ def resolve(name_or_path: str, dtype: str | None = None) -> Path:
     )
 
 
-def resolve_drafter(model: str, drafter: str) -> Path | None:
-    """The folder of a drafter, by name or path; "auto" is the one for `model`, None without one."""
+def resolve_drafter(model: str, drafter: str, fingerprint: str | None = None) -> Path | None:
+    """The folder of a drafter, by name or path; "auto" is the one for `model`, None without one.
+
+    `fingerprint` is the loaded target's: it finds a drafter under whatever name, and passes over
+    one of the model's name that was made for other weights.
+    """
     drafters = _drafters()
     if drafter == "auto":
-        return drafters.get(drafter_name(model))
+        return _automatic(drafters, drafter_name(model), fingerprint)
     path = drafters.get(drafter, Path(drafter).expanduser())
     if not path.is_dir():
         here = ", ".join(drafters) or "none"
@@ -72,6 +81,39 @@ def resolve_drafter(model: str, drafter: str) -> Path | None:
             f"model_type {hub.DRAFTER_TYPE}"
         )
     return path
+
+
+def _automatic(drafters: dict[str, Path], name: str, fingerprint: str | None) -> Path | None:
+    """The one of this name, else the one whose target is most like this one."""
+    if fingerprint is None:
+        return drafters.get(name)
+    likeness = {}
+    for each, folder in drafters.items():
+        theirs = _made_for(folder).get("fingerprint")
+        if theirs:
+            likeness[each] = fingerprints.similarity(str(theirs), fingerprint)
+        else:  # an old one, known by its name alone
+            likeness[each] = fingerprints.SAME if each == name else 0.0
+    fitting = [each for each, value in likeness.items() if value >= fingerprints.SAME]
+    best = max(fitting, key=lambda each: (each == name, likeness[each]), default=None)
+    return None if best is None else drafters[best]
+
+
+def register_drafter(folder: Path, model: str, adapter: Path | None = None) -> Path:
+    """Keep a copy of a trained drafter, to be found for `model` from now on; gives its folder.
+
+    It takes the place of an older one of its name, whole or not at all.
+    """
+    if not _is_drafter(folder):
+        raise FormatError(f"{folder} is not a drafter: it cannot be registered")
+    name = drafter_name(model)
+    if adapter is not None:
+        name += f"+{adapter.resolve().name}"
+    kept = _trained() / name
+    if folder.resolve() != kept.resolve():
+        with files.atomic_folder(kept) as new:
+            shutil.copytree(folder, new, dirs_exist_ok=True)
+    return kept
 
 
 def drafter_name(model: str) -> str:
@@ -107,6 +149,7 @@ def models() -> list[ModelEntry]:
                 name=name,
                 kind="drafter",
                 description=None,
+                target=_target_of(folder),
                 source="trained here" if folder.parent == _trained() else "shipped",
                 license=None,
                 present=True,
@@ -149,6 +192,17 @@ def _drafters() -> dict[str, Path]:
         for path in sorted(root.glob("[!.]*/config.json"))
         if _is_drafter(path.parent)
     }
+
+
+def _made_for(folder: Path) -> dict[str, Any]:
+    """What the drafter's config says of its target; empty where it says nothing."""
+    target = (shipped.read_json(folder / "config.json") or {}).get("target")
+    return target if isinstance(target, dict) else {}
+
+
+def _target_of(folder: Path) -> str | None:
+    parts = [str(part) for key in ("name", "adapter") if (part := _made_for(folder).get(key))]
+    return " + ".join(parts) or None
 
 
 def _is_drafter(folder: Path) -> bool:

@@ -30,7 +30,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._shown = 0  # characters of the window's text that were given out
-        self._byte_tokens = _byte_tokens(tokenizer)
+        self._byte_tokens = byte_tokens(tokenizer)
 
     def add(self, token: int) -> str:
         """The text that ``token`` makes certain; often none in the middle of a character."""
@@ -66,7 +66,7 @@ class Detokenizer:
         return text
 
 
-def _byte_tokens(tokenizer: Any) -> frozenset[int]:
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
     """The ids of the fallback tokens <0x00> to <0xFF>; empty for a byte-level tokenizer."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids = tokenizer.convert_tokens_to_ids(names)

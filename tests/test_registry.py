@@ -11,7 +11,9 @@ from mlx_redrafter.errors import (
     FormatError,
     InputError,
 )
+from mlx_redrafter.formats.fingerprints import of_target
 from mlx_redrafter.hub import DRAFTER_TYPE
+from tests import tiny_models
 from tests.shop import Shop, folder_with, left
 
 ROOT = Path(__file__).parents[1]
@@ -130,3 +132,90 @@ def test_drafters_are_removed_only_if_they_were_trained_here(
     assert registry.remove_drafter("tiny") > 0
     assert not own.exists()
     assert drafters["own"].is_dir()
+
+
+# --- drafters trained here ------------------------------------------------------------------------
+
+
+def trained(folder: Path, **target: str) -> Path:
+    config = {"model_type": DRAFTER_TYPE, "target": target}
+    folder_with(folder, config, "model.safetensors", "README.md")
+    (folder / "model.safetensors").write_text(target.get("name", "?"))
+    return folder
+
+
+def fingerprint(seed: int, dtype: str = "float32", **changes: int) -> str:
+    return of_target(tiny_models.build("llama", dtype, seed, **changes))
+
+
+def test_a_registered_drafter_is_found_by_the_weights(home: Path, tmp_path: Path) -> None:
+    source = trained(tmp_path / "out", name="org/model", fingerprint=fingerprint(0))
+    kept = registry.register_drafter(source, "org/model")
+    assert kept == home / "drafters" / "org--model"
+    assert {path.name for path in kept.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    found = registry.resolve_drafter
+    assert found("org/model", "auto") == kept
+    assert found("org/model", "auto", fingerprint(0)) == kept
+    for dtype in ("bfloat16", "4bit"):
+        assert found("/elsewhere/under-another-name", "auto", fingerprint(0, dtype)) == kept
+    assert found("org/model", "auto", fingerprint(1)) is None, "the name alone is not enough"
+    assert found("org/other", "auto", fingerprint(1)) is None
+    assert found("org/other", "org--model", fingerprint(1)) == kept, "load says that it misfits"
+
+
+def test_the_model_s_own_name_and_then_the_nearest_go_first(home: Path, tmp_path: Path) -> None:
+    print_ = fingerprint(0)
+    near = fingerprint(0, "4bit")
+    a = registry.register_drafter(trained(tmp_path / "a", fingerprint=near), "a")
+    b = registry.register_drafter(trained(tmp_path / "b", fingerprint=print_), "b")
+    assert registry.resolve_drafter("a", "auto", print_) == a
+    assert registry.resolve_drafter("other", "auto", print_) == b
+    assert registry.resolve_drafter("other", "auto", near) == a
+
+
+def test_a_drafter_without_a_fingerprint_goes_by_its_name(
+    drafters: dict[str, Path], home: Path
+) -> None:
+    assert registry.resolve_drafter("org/model", "auto", fingerprint(0)) == drafters["own"]
+    assert registry.resolve_drafter("org/other", "auto", fingerprint(0)) is None
+
+
+def test_registering_again_replaces_and_an_adapter_s_stays_apart(
+    home: Path, tmp_path: Path
+) -> None:
+    registry.register_drafter(trained(tmp_path / "a", name="first"), "m")
+    kept = registry.register_drafter(trained(tmp_path / "b", name="second"), "m")
+    assert (kept / "model.safetensors").read_text() == "second"
+    tuned = trained(tmp_path / "c", name="m", adapter="law")
+    other = registry.register_drafter(tuned, "m", adapter=tmp_path / "law")
+    assert other == home / "drafters" / "m+law"
+    assert registry.register_drafter(kept, "m") == kept, "in its place already"
+    assert {entry.name: entry.target for entry in registry.models() if entry.kind == "drafter"} == {
+        "m": "second",
+        "m+law": "m + law",
+        "smollm2-135m": "smollm2-135m",
+    }
+    registry.remove_drafter("m+law")
+    assert not other.exists()
+    assert kept.is_dir()
+
+
+def test_a_drafter_is_registered_whole_or_not_at_all(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = registry.register_drafter(trained(tmp_path / "a", name="first"), "m")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry.shutil, "copytree", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        registry.register_drafter(trained(tmp_path / "b", name="second"), "m")
+    assert (kept / "model.safetensors").read_text() == "first"
+    assert [path.name for path in kept.parent.iterdir()] == ["m"]
+    with pytest.raises(FormatError, match="is not a drafter"):
+        registry.register_drafter(folder_with(tmp_path / "model", None, "model.safetensors"), "m")

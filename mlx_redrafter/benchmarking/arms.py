@@ -13,7 +13,7 @@ import mlx_lm
 
 from mlx_redrafter import registry
 from mlx_redrafter.benchmarking.paired import Arm, TimedRun
-from mlx_redrafter.decoding.options import DraftOptions
+from mlx_redrafter.decoding.options import DraftOptions, SamplingOptions
 from mlx_redrafter.errors import CompatibilityError, InputError
 from mlx_redrafter.generate import stream_generate
 from mlx_redrafter.load import CAST_DTYPES, ModelPair, load
@@ -40,7 +40,7 @@ class Contest:
 
     def ours(self, draft: DraftOptions | None, max_tokens: int) -> Arm[list[int]]:
         """``draft`` None is plain decoding, as with --no-draft."""
-        return lambda prompt: _run_ours(self, prompt, draft, max_tokens)
+        return lambda prompt: run_ours(self.pair, prompt, draft, max_tokens)
 
 
 def load_contest(model: str, drafter: str | None, dtype: str | None) -> Contest:
@@ -89,15 +89,22 @@ def _run_mlx_lm(contest: Contest, prompt: list[int], max_tokens: int) -> TimedRu
     return TimedRun(tuple(tokens), tuple(times))
 
 
-def _run_ours(
-    contest: Contest, prompt: list[int], draft: DraftOptions | None, max_tokens: int
+def run_ours(
+    pair: ModelPair,
+    prompt: list[int],
+    draft: DraftOptions | None,
+    max_tokens: int,
+    sampling: SamplingOptions | None = None,
 ) -> TimedRun:
+    """One answer of ours; ``draft`` None is plain decoding, ``sampling`` None is greedy."""
     tokens: list[int] = []
     times: list[float] = []
     stats = None
     moment = 0.0
     start = time.perf_counter()
-    for segment in stream_generate(contest.pair, prompt, max_tokens=max_tokens, draft=draft):
+    for segment in stream_generate(
+        pair, prompt, max_tokens=max_tokens, draft=draft, sampling=sampling or SamplingOptions()
+    ):
         moment = time.perf_counter() - start
         tokens += segment.tokens
         times += [moment] * len(segment.tokens)
@@ -106,6 +113,6 @@ def _run_ours(
     if draft is not None and stats.drafting != "on":
         raise CompatibilityError(f"drafting is {stats.drafting}: there is nothing to measure.")
     if stats.emitted > len(tokens):  # the end token is counted, but not given out as mlx-lm does
-        tokens.append(contest.tokenizer.eos_token_id)
+        tokens.append(pair.tokenizer.eos_token_id)
         times.append(moment)
     return TimedRun(tuple(tokens), tuple(times), stats)

@@ -28,11 +28,11 @@ def models(
             json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, default=str)
         )
         return
-    rows = [("NAME", "KIND", "SOURCE", "SIZE", "HERE")]
+    rows = [("NAME", "KIND", "SOURCE", "SIZE", "HERE", "FOR")]
     for entry in entries:
         here = ", ".join(entry.formats) or "yes" if entry.present else "no"
         size = "-" if entry.size_bytes is None else _megabytes(entry.size_bytes)
-        rows.append((entry.name, entry.kind, entry.source, size, here))
+        rows.append((entry.name, entry.kind, entry.source, size, here, entry.target or ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

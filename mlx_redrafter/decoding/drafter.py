@@ -9,8 +9,9 @@ arXiv 2403.09919; equations: design 4.2):
     x = x + SiLU(linear_i x)  for each residual block
     log q(g_t) = log_softmax(head x)
 
-Weight names and shapes are Apple's, so a drafter trained elsewhere loads here. A reduced vocabulary
-is our extension: the head has V_d rows, and ``draft_tokens`` (V_d,) holds their target token ids.
+Weight names and shapes are Apple's, so a drafter trained elsewhere loads here. Ours are optional:
+a reduced vocabulary (the head has V_d rows, and ``draft_tokens`` (V_d,) holds their target token
+ids), packed weights, and the target's own head in place of one in the file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mlx_redrafter.errors import FormatError
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _DRAFT_TOKENS = "draft_tokens"
+_QUANTIZATIONS = [{"bits": bits, "group_size": size} for bits in (4, 8) for size in (32, 64)]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class DrafterConfig:
     rnn: bool = True
     draft_vocab: int | None = None
     target: dict[str, Any] | None = None
+    quantization: dict[str, int] | None = None  # {"bits": 4 or 8, "group_size": 32 or 64}
+    tie_head: bool = False  # the head is the target's rows for draft_tokens
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "exit_dim"):
@@ -51,6 +55,18 @@ class DrafterConfig:
             raise FormatError(f"drafter config: num_draft_layers is {self.num_draft_layers!r}.")
         if not isinstance(self.rnn, bool):
             raise FormatError(f"drafter config: rnn is {self.rnn!r}; it must be true or false.")
+        if self.quantization is not None and self.quantization not in _QUANTIZATIONS:
+            raise FormatError(
+                f"drafter config: quantization is {self.quantization!r}; it must have bits 4 or 8 "
+                "and group_size 32 or 64."
+            )
+        if not isinstance(self.tie_head, bool):
+            raise FormatError(f"drafter config: tie_head is {self.tie_head!r}, not true or false.")
+        if self.tie_head and self.exit_dim != self.hidden_size:
+            raise FormatError(
+                f"drafter config: exit_dim is {self.exit_dim}; with tie_head it must be "
+                f"hidden_size ({self.hidden_size})."
+            )
         if self.draft_vocab is not None and not (
             _is_int(self.draft_vocab) and 1 <= self.draft_vocab <= self.vocab_size
         ):
@@ -74,7 +90,11 @@ class DrafterConfig:
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_dict(self) -> dict[str, Any]:
-        values = {name: v for name, v in dataclasses.asdict(self).items() if v is not None}
+        values = {  # an optional key that says nothing is left out, as Apple's files lack it
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "rnn" or getattr(self, field.name) != field.default
+        }
         return {"model_type": MODEL_TYPE, "architectures": ["Drafter"], **values}
 
     @property
@@ -107,8 +127,12 @@ class Drafter(nn.Module):
         blocks: list[nn.Module] = [
             ResidualBlock(config.exit_dim) for _ in range(config.num_draft_layers)
         ]
-        self.lm_head = [*blocks, nn.Linear(config.exit_dim, config.head_size, bias=False)]
+        own_head = nn.Linear(config.exit_dim, config.head_size, bias=False)
+        self.lm_head = blocks if config.tie_head else [*blocks, own_head]
+        self._tied_head: nn.Module | None = None  # "_": not among the drafter's own parameters
         self._draft_tokens = draft_tokens
+        if config.quantization is not None:
+            self._pack(config.quantization)
 
     @property
     def draft_tokens(self) -> mx.array | None:
@@ -138,18 +162,66 @@ class Drafter(nn.Module):
         """Logits over the head's rows, (..., V_d), from features (..., E)."""
         for layer in self.lm_head:
             x = layer(x)
+        if self.config.tie_head:
+            assert self._tied_head is not None, "tie_head: call bind_head first"
+            x = self._tied_head(x)
         return x
+
+    def bind_head(self, matrix: nn.Module) -> None:
+        """Take the head that ``tie_head`` leaves out from the target's, ``matrix``: a linear or an
+        embedding of shape (V, D), packed or not. Packed rows stay packed."""
+        rows = {name: matrix[name] for name in ("weight", "scales", "biases") if name in matrix}
+        if self._draft_tokens is not None:
+            rows = {name: each[self._draft_tokens] for name, each in rows.items()}
+        if "scales" in rows:
+            packing = {name: getattr(matrix, name) for name in ("group_size", "bits", "mode")}
+            size = (self.config.exit_dim, self.config.head_size)
+            head = nn.QuantizedLinear(*size, bias=False, **packing)
+        else:
+            head = nn.Linear(self.config.exit_dim, self.config.head_size, bias=False)
+        head.update(rows)
+        mx.eval(head.parameters())
+        self._tied_head = head.freeze()
+
+    def quantize(self, quantization: dict[str, int]) -> None:
+        """Pack the weights in place, once they are trained."""
+        self.config = dataclasses.replace(self.config, quantization=quantization)
+        self._pack(quantization)
+        mx.eval(self.parameters())
+
+    def _pack(self, quantization: dict[str, int]) -> None:
+        """All linears but ``input_proj``: it reads hidden states, a few directions of which are ten
+        times as wide as the rest, and its columns make up for it, so that a group of them would
+        share too coarse a scale. (Beam search packs the half that it reads at every step.)"""
+        size = quantization["group_size"]
+        nn.quantize(
+            self,
+            **quantization,
+            class_predicate=lambda name, module: (
+                name not in ("input_proj", "_tied_head")
+                and isinstance(module, nn.Linear)
+                and module.weight.shape[1] % size == 0
+            ),
+        )
 
     @property
     def num_parameters(self) -> int:
-        return sum(int(weight.size) for _, weight in tree_flatten(self.parameters()))
+        """Weights, however they are packed; scales are not counted."""
+        total = 0
+        for name, weight in tree_flatten(self.parameters()):
+            if weight.dtype == mx.uint32:
+                assert self.config.quantization is not None
+                total += weight.size * (32 // self.config.quantization["bits"])
+            elif not name.endswith((".scales", ".biases")):
+                total += weight.size
+        return total
 
     def save(self, folder: Path, dtype: mx.Dtype | None = None) -> None:
         """Write ``config.json`` and ``model.safetensors`` (Apple's names) into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = dict(tree_flatten(self.parameters()))
         if dtype is not None:
-            weights = {name: weight.astype(dtype) for name, weight in weights.items()}
+            weights = _cast(weights, dtype)
         if self._draft_tokens is not None:
             weights[_DRAFT_TOKENS] = self._draft_tokens
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
@@ -174,10 +246,18 @@ class Drafter(nn.Module):
         drafter = cls(config, None if draft_tokens is None else draft_tokens.astype(mx.int32))
         _check_shapes(drafter, weights, path)
         if dtype is not None:
-            weights = {name: w.astype(dtype) for name, w in weights.items()}
+            weights = _cast(weights, dtype)
         drafter.load_weights(list(weights.items()))
         mx.eval(drafter.parameters())
         return drafter
+
+
+def _cast(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Packed weights are integers, and stay as they are."""
+    return {
+        name: weight.astype(dtype) if mx.issubdtype(weight.dtype, mx.floating) else weight
+        for name, weight in weights.items()
+    }
 
 
 def _is_int(value: object) -> bool:

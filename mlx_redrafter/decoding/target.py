@@ -57,6 +57,7 @@ class Target:
         self.model = model
         self.slot = TreeSlot()
         self._tapped: mx.array | None = None
+        self._given: mx.array | None = None  # what the inner stack is to return unseen
         stack = _inner_stack(model)
         self._embedding = None if stack is None else _embedding(stack)
         self.reason = _why_plain(model, stack, self._embedding)
@@ -95,6 +96,21 @@ class Target:
         assert self._embedding is not None
         rows: mx.array = self._embedding(tokens)
         return rows
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module (V, D) that embeds tokens, packed or not."""
+        assert self._embedding is not None
+        return self._embedding
+
+    @property
+    def head(self) -> nn.Module:
+        """The module (V, D) that gives the logits, packed or not: the embedding where it is tied.
+        A scale, cap or bias that a family puts on top is not in it."""
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] == "lm_head":
+                return module
+        return self.embedding
 
     def check_tokens(self, tokens: list[int]) -> None:
         """Raise InputError for ids that MLX would read from behind the embedding's end."""
@@ -151,11 +167,23 @@ class Target:
             states.append(hidden)
         return mx.concatenate(states, axis=1)
 
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The model's own logits (n, V) of states after the final norm (n, D): head, scaling and
+        capping as the family has them. For training."""
+        self._given = hidden[None].astype(self.dtype)
+        try:
+            logits: mx.array = self.model(mx.zeros((1, hidden.shape[0]), dtype=mx.int32))
+        finally:
+            self._given = None
+        return logits[0]
+
     def _tap(self, stack: nn.Module) -> None:
         """Keep the stack's output. Python looks ``__call__`` up on the class, so subclass it."""
         target = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if target._given is not None:
+                return target._given
             output = base.__call__(module, *args, **kwargs)
             target._tapped = output
             return output

@@ -42,6 +42,14 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` is, or would be made."""
+    place = folder.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
 def write_error(error: OSError, folder: Path) -> RedrafterError:
     """Say that nothing can be written in `folder`, and what to do about it."""
     reason = error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""Hidden states of the frozen target over a corpus, cached on disk in shards.
+"""Hidden states of the frozen target over a corpus, kept on disk in shards or computed again.
 
 A shard is written under a temporary name and renamed, so an interrupted run goes on where it
 stopped, and several processes can share the work (``part``).
@@ -6,8 +6,9 @@ stopped, and several processes can share the work (``part``).
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,22 +18,34 @@ import numpy.typing as npt
 
 from mlx_redrafter.decoding.target import Target
 from mlx_redrafter.errors import FormatError
+from mlx_redrafter.machine.files import write_error
 from mlx_redrafter.training.corpus import Corpus
 
 ROWS_PER_SHARD = 64
+BYTES_PER_VALUE = 2  # float16
 _ROWS_AT_ONCE = 8
 _CHUNK = 96  # tokens per pass: short chunks skip most of the scores above the diagonal
 
 
 @dataclass(frozen=True)
 class Shard:
-    """``rows`` of a corpus and the file with their hidden states (rows, T, D) float16."""
+    """``rows`` of a corpus and the file with their hidden states (rows, T, D) float16.
+
+    ``target`` computes them where there is no file.
+    """
 
     corpus: Corpus
     rows: slice
     path: Path
+    target: Target | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.corpus.ids[self.rows].size)
 
     def hidden(self) -> npt.NDArray[np.float16]:
+        if self.target is not None and not self.path.exists():
+            return np.array(_hidden(self.target, self.corpus.ids[self.rows]))
         try:
             arrays = mx.load(str(self.path))
             assert isinstance(arrays, dict)
@@ -46,12 +59,14 @@ class Shard:
         return hidden
 
 
-def shards(corpora: list[Corpus], folder: Path) -> list[Shard]:
+def shards(corpora: list[Corpus], folder: Path, target: Target | None = None) -> list[Shard]:
+    """All rows of the corpora, ``ROWS_PER_SHARD`` at a time."""
     return [
         Shard(
             corpus,
             slice(start, min(start + ROWS_PER_SHARD, corpus.num_rows)),
             folder / f"{corpus.name}-{start // ROWS_PER_SHARD:05d}.safetensors",
+            target,
         )
         for corpus in corpora
         for start in range(0, corpus.num_rows, ROWS_PER_SHARD)
@@ -62,27 +77,56 @@ def extract(
     target: Target,
     wanted: list[Shard],
     part: tuple[int, int] = (0, 1),
+    budget_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the missing shards; of these only every n-th from the i-th, for ``part`` = (i, n)."""
+    """Write the missing shards; of these only every n-th from the i-th, for ``part`` = (i, n).
+
+    Of the shards, as many of the first ones as fit in ``budget_bytes`` (None: all). ``progress``
+    gets tokens done and tokens in all.
+    """
     index, parts = part
-    mine = wanted[index::parts]
-    for done, shard in enumerate(mine):
-        progress(done, len(mine))
+    mine = _within(wanted, budget_bytes, target.hidden_size)[index::parts]
+    total = sum(shard.num_tokens for shard in mine)
+    done = 0
+    for shard in mine:
+        progress(done, total)
+        done += shard.num_tokens
         if shard.path.exists():
             continue
-        hidden = mx.concatenate(list(_hidden(target, shard.corpus.ids[shard.rows])))
-        shard.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = shard.path.with_name(f".{shard.path.stem}.{os.getpid()}.safetensors")
-        try:
-            mx.save_safetensors(str(partial), {"hidden": hidden})
-            os.replace(partial, shard.path)
-        finally:
-            partial.unlink(missing_ok=True)
-    progress(len(mine), len(mine))
+        _write(shard.path, _hidden(target, shard.corpus.ids[shard.rows]))
+    progress(total, total)
 
 
-def _hidden(target: Target, ids: npt.NDArray[np.int32]) -> Iterator[mx.array]:
+def _within(wanted: list[Shard], budget_bytes: int | None, width: int) -> list[Shard]:
+    if budget_bytes is None:
+        return wanted
+    kept, used = [], 0
+    for shard in wanted:
+        used += shard.num_tokens * width * BYTES_PER_VALUE
+        if used > budget_bytes:
+            break
+        kept.append(shard)
+    return kept
+
+
+def _write(path: Path, hidden: mx.array) -> None:
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mx.save_safetensors(str(partial), {"hidden": hidden})
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # MLX reports a full disk as a RuntimeError
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise write_error(error if isinstance(error, OSError) else full, path.parent) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _hidden(target: Target, ids: npt.NDArray[np.int32]) -> mx.array:
+    parts = []
     for start in range(0, len(ids), _ROWS_AT_ONCE):
         rows = mx.array(ids[start : start + _ROWS_AT_ONCE])
-        yield target.hidden_states(rows, _CHUNK).astype(mx.float16)
+        parts.append(target.hidden_states(rows, _CHUNK).astype(mx.float16))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)

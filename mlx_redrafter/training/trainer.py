@@ -1,236 +1,393 @@
-"""The training loop: batches of anchors, soft labels of the frozen target, AdamW with a cosine."""
+"""The training loop: batches of anchors, soft labels of the frozen target, AdamW with a cosine.
+
+Alone or as one of several processes (``mlx.launch``), from the start or from a checkpoint: the
+same batches in the same order, and so the same weights. Each process works on the rows of its own
+shards (``Workers.owns``) and needs no other hidden states.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-import numpy.typing as npt
+from mlx.utils import tree_map
 
 from mlx_redrafter.decoding.drafter import Drafter
 from mlx_redrafter.decoding.target import Target
 from mlx_redrafter.errors import InputError
-from mlx_redrafter.training.corpus import anchors
+from mlx_redrafter.training.batches import Batch, Batches, Rows
+from mlx_redrafter.training.checkpoint import Checkpoint, TrainingState
 from mlx_redrafter.training.features import Shard
-from mlx_redrafter.training.head import head_rows
+from mlx_redrafter.training.initial import start_from_drafter, start_from_head
 from mlx_redrafter.training.inputs import InputScaling
-from mlx_redrafter.training.loss import soft_cross_entropy, teacher_law
+from mlx_redrafter.training.loss import distillation_loss
+from mlx_redrafter.training.teacher import Teacher
+from mlx_redrafter.training.workers import Workers
 
-VALIDATION_SHARDS = 2  # the first ones: whole rows, never trained on
-_POOL = 4  # shards shuffled together
+_CHECKPOINT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class TrainOptions:
+    """anchors_per_batch is what one process takes at a time: an optimiser step sees that many,
+    times ``accumulate_batches``, times the number of processes."""
+
     horizon: int = 4  # depths trained
     depth_decay: float = 0.8  # weight of depth i is depth_decay ** (i - 1)
+    acceptance_weight: float = 0.0  # of the acceptance loss, against soft cross-entropy
     anchors_per_batch: int = 2048
+    accumulate_batches: int = 1
     epochs: float = 1.0
     learning_rate: float = 1e-3
     warmup: float = 0.05  # share of all steps
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    average_decay: float = 0.0  # of the moving average of the weights; 0: none
+    validations: int = 10  # in the whole run
+    patience: int = 4  # validations without gain before it stops early
     seed: int = 0
 
     def __post_init__(self) -> None:
+        whole = ("anchors_per_batch", "accumulate_batches", "validations", "patience")
+        for name in whole:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 1 <= self.horizon <= 8:
             raise InputError(f"horizon is {self.horizon}; it must be between 1 and 8.")
-        if self.anchors_per_batch < 1 or not 0 < self.epochs <= 1000:
-            raise InputError("anchors_per_batch and epochs must be positive.")
+        if not 0 < self.epochs <= 1000:
+            raise InputError(f"epochs is {self.epochs}; it must be in (0, 1000].")
         if not 0 < self.learning_rate < 1:
             raise InputError(f"learning_rate is {self.learning_rate}; it must be in (0, 1).")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """n anchors and, per depth i = 1..horizon, what to predict.
-
-    hidden (n, D); tokens (n, horizon): g_0 and the tokens up to depth horizon - 1;
-    states (q, D): target states of all predicted positions, each once;
-    label_rows (n, horizon): their row in ``states``; usable (n, horizon) float32
-    """
-
-    hidden: mx.array
-    tokens: mx.array
-    states: mx.array
-    label_rows: mx.array
-    usable: mx.array
+        if not 0 < self.depth_decay <= 1:
+            raise InputError(f"depth_decay is {self.depth_decay}; it must be in (0, 1].")
+        for name in ("acceptance_weight", "warmup"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be in [0, 1].")
+        if not 0 <= self.average_decay < 1:
+            raise InputError(f"average_decay is {self.average_decay}; it must be in [0, 1).")
 
 
 @dataclass(frozen=True)
 class Progress:
+    """After a step. ``positions``: anchors seen so far, of all processes."""
+
     step: int
     steps: int
     loss: float
     learning_rate: float
     seconds: float
+    positions: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """On rows never trained on. agreement: per depth, the share of anchors where the drafter's
+    first choice is the target's, given the text up to it and within the draft vocabulary."""
+
+    step: int
+    loss: float
+    agreement: list[float]
+
+    @property
+    def expected_tokens_per_step(self) -> float:
+        """Of a greedy chain as long as the horizon, if depths were independent."""
+        return 1.0 + sum(accumulate(self.agreement, mul))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to call while it trains; does nothing unless given."""
+
+    step: Callable[[Progress], None] = lambda progress: None
+    validation: Callable[[Validation], None] = lambda validation: None
+    resumed: Callable[[int], None] = lambda step: None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """best: the validation whose weights were kept; stopped: the step it ended at."""
+
+    best: Validation
+    validations: list[Validation]
+    stopped: int
+    steps: int
 
 
 class DrafterTrainer:
     """Distils ``drafter`` in place. The target gives embeddings and soft labels and stays fixed."""
 
-    def __init__(self, target: Target, drafter: Drafter, options: TrainOptions) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        options: TrainOptions,
+        workers: Workers | None = None,
+        earlier: Drafter | None = None,
+    ) -> None:
+        """``workers``: the processes that share the work; ``earlier``: a drafter to start from."""
         tokens = drafter.draft_tokens
         if tokens is None:
             tokens = mx.arange(drafter.config.vocab_size, dtype=mx.int32)
         self.target = target
         self.drafter = drafter
         self.options = options
-        self.head = head_rows(target, tokens)
+        self.teacher = Teacher(target, tokens)
         self.known = np.zeros(drafter.config.vocab_size, dtype=np.bool_)
         self.known[np.array(tokens)] = True
+        self._earlier = earlier
+        self._workers = workers or Workers()
         weights = [options.depth_decay**i for i in range(options.horizon)]
-        self._weights = mx.array(weights) / sum(weights)
+        self._depth_weights = mx.array(weights) / sum(weights)
         self._scaling: InputScaling | None = None  # only while training
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self._compute_type = mx.bfloat16 if on_gpu else mx.float32
 
-    def train(self, shards: list[Shard], report: Callable[[Progress], None]) -> None:
-        """Go over the shards ``epochs`` times. ``report`` is called after every step."""
+    def train(
+        self,
+        shards: list[Shard],
+        validation: list[Shard],
+        checkpoint: Checkpoint | None = None,
+        watch: Watch | None = None,
+        checkpoint_seconds: float = _CHECKPOINT_SECONDS,
+    ) -> Outcome:
+        """Go over ``shards`` ``epochs`` times and leave the best weights in the drafter.
+
+        With a ``checkpoint``, the state is saved now and then, and a run that finds one goes on.
+        """
+        watch = watch or Watch()
         options = self.options
-        per_epoch = sum(self._count(shard) for shard in shards) / options.anchors_per_batch
-        steps = max(1, math.ceil(per_epoch * options.epochs))
-        warmup = max(1, int(options.warmup * steps))
-        schedule = optim.join_schedules(
-            [
-                optim.linear_schedule(0.0, options.learning_rate, warmup),
-                optim.cosine_decay(options.learning_rate, max(1, steps - warmup)),
-            ],
-            [warmup],
-        )
-        sample = next(self._batches(shards[:1], np.random.default_rng(options.seed)))
-        self._scaling = InputScaling.measure(
-            self.drafter, sample.hidden, self._embed(sample.tokens.reshape(-1))
-        )
-        if self.drafter.config.exit_dim == self.drafter.config.hidden_size:
-            start_from_head(self.drafter, self.head)
-        optimizer = optim.AdamW(
-            schedule,
-            betas=[0.9, 0.99],
-            weight_decay=options.weight_decay,
-            bias_correction=True,  # else the first steps are three times as long
-        )
-        gradient = nn.value_and_grad(self.drafter, self.loss)
-        started = time.monotonic()
-        for step, batch in zip(range(steps), self._endless(shards), strict=False):
-            loss, grads = gradient(batch)
+        self._batches = self._cut(shards, self._global_batch)
+        self._held_out = self._cut(validation, options.anchors_per_batch)
+        if not self._batches.num_anchors or not self._held_out.num_anchors:
+            raise InputError(
+                "the text holds no answers of the model that could be trained on, or none in the "
+                "held-out part: give more text."
+            )
+        steps = max(1, math.ceil(len(self._batches.epoch(options.seed, 0)) * options.epochs))
+        every = max(1, math.ceil(steps / options.validations))
+        self._prepare()
+        optimizer = self._optimizer(steps)
+        state = self._start(optimizer, checkpoint, watch)
+        gradient = mx.value_and_grad(self._total_loss)
+        started = saved = time.monotonic()
+        begun = state.step
+        positions = self._positions(begun)
+        for step, rows in self._remaining(state.step, steps):
+            if state.waited >= options.patience:
+                break
+            loss, grads = self._accumulated(gradient, state.weights, rows)
             grads, _ = optim.clip_grad_norm(grads, options.clip_norm)
-            optimizer.update(self.drafter, grads)
-            mx.eval(self.drafter.parameters(), optimizer.state, loss)
+            state.weights = optimizer.apply_gradients(grads, state.weights)
+            state.optimizer = optimizer.state
+            if options.average_decay:
+                state.average = _moved(state.average, state.weights, options.average_decay, step)
+            mx.eval(state.weights, state.optimizer, state.average, loss)
+            state.step = step + 1
+            positions += self._batches.count(rows)
             rate = float(optimizer.learning_rate)
-            report(Progress(step + 1, steps, float(loss), rate, time.monotonic() - started))
+            seconds = time.monotonic() - started
+            watch.step(Progress(state.step, steps, float(loss), rate, seconds, positions))
+            if state.step % every == 0 or state.step == steps:
+                watch.validation(self._judge(state))
+            now = time.monotonic()
+            if self._saves(checkpoint) and (now - saved >= checkpoint_seconds):
+                assert checkpoint is not None
+                checkpoint.save(state)
+                saved = now
+        if self._saves(checkpoint):
+            assert checkpoint is not None
+            checkpoint.save(state)
+        self.drafter.update(state.best)
+        assert self._scaling is not None
         self._scaling.fold(self.drafter)
         self._scaling = None
+        return _outcome(state, steps)
 
-    def loss(self, batch: Batch) -> mx.array:
-        """Weighted soft-label cross-entropy over the depths, teacher-forced along the text."""
-        teacher = mx.stop_gradient(teacher_law(batch.states, self.head))
-        total = mx.array(0.0)
+    def validate(self, shards: list[Shard], step: int = 0) -> Validation:
+        """Loss and agreement of the drafter as it is."""
+        return self._validate(self._cut(shards, self.options.anchors_per_batch), step)
+
+    def loss(self, batch: Batch, total: int | None = None) -> mx.array:
+        """Weighted loss over the depths, teacher-forced along the text. Sums over anchors are
+        divided by ``total``, the batch's own number of them unless it is a part of a larger one."""
+        teacher = self.teacher.law(batch.states)
+        return self._loss_against(teacher, batch, total or batch.hidden.shape[0])
+
+    def _loss_against(self, teacher: mx.array, batch: Batch, total: int) -> mx.array:
+        sums = mx.array(0.0)
         for depth, logits in enumerate(self._logits(batch)):
-            losses = soft_cross_entropy(logits, teacher[batch.label_rows[:, depth]])
-            usable = batch.usable[:, depth]
-            total = (
-                total + self._weights[depth] * (losses * usable).sum() / batch.usable[:, 0].sum()
+            losses = distillation_loss(
+                logits.astype(mx.float32),
+                teacher[batch.label_rows[:, depth]],
+                self.options.acceptance_weight,
             )
-        return total
+            sums = sums + self._depth_weights[depth] * (losses * batch.usable[:, depth]).sum()
+        return sums / total
 
-    def agreement(self, shards: list[Shard]) -> list[float]:
-        """Share of anchors where the drafter's first choice is the target's, per depth, given the
-        text up to it and within the draft vocabulary. Products of these estimate acceptance."""
-        hits = np.zeros(self.options.horizon)
-        seen = np.zeros(self.options.horizon)
-        for batch in self._batches(shards, np.random.default_rng(0)):
-            wanted = mx.argmax(batch.states @ self.head.T, axis=-1)
+    def _total_loss(self, weights: Any, teacher: mx.array, batch: Batch, total: int) -> mx.array:
+        """The loss as a function of the weights, computed in this machine's fast type."""
+        self.drafter.update(tree_map(lambda weight: weight.astype(self._compute_type), weights))
+        return self._loss_against(teacher, batch, total)
+
+    def _accumulated(self, gradient: Any, weights: Any, rows: Rows) -> tuple[mx.array, Any]:
+        """Loss and gradient of a whole optimiser step, of all parts and processes."""
+        options = self.options
+        total = self._batches.count(rows)
+        loss, grads = mx.array(0.0), tree_map(mx.zeros_like, weights)
+        for part in range(options.accumulate_batches):
+            mine = self._own(rows)[part :: options.accumulate_batches]
+            if not mine:
+                continue
+            batch = self._batches.load(mine)
+            teacher = self.teacher.law(batch.states)
+            part_loss, part_grads = gradient(weights, teacher, batch, total)
+            loss = loss + part_loss
+            grads = tree_map(mx.add, grads, part_grads)
+            mx.eval(loss, grads)
+        loss, grads = self._workers.sum((loss, grads))
+        return loss, grads
+
+    def _judge(self, state: TrainingState) -> Validation:
+        """Validate, and keep the weights if they are the best so far."""
+        weights = state.weights if state.average is None else state.average
+        self.drafter.update(weights)
+        found = self._validate(self._held_out, state.step)
+        state.validations.append(dataclasses.asdict(found))
+        if found.expected_tokens_per_step > state.best_score:
+            state.best_score, state.best_step = found.expected_tokens_per_step, state.step
+            state.best, state.waited = weights, 0
+        else:
+            state.waited += 1
+        return found
+
+    def _validate(self, batches: Batches, step: int) -> Validation:
+        horizon = self.options.horizon
+        hits, seen, loss = np.zeros(horizon), np.zeros(horizon), 0.0
+        for rows in batches.epoch(0, 0):
+            mine = self._own(rows)
+            if not mine:
+                continue
+            batch = batches.load(mine)
+            scores = self.teacher.logits(batch.states)
+            wanted = mx.argmax(scores, axis=-1)
+            teacher = mx.softmax(scores, axis=-1, precise=True)
+            loss += float(self._loss_against(teacher, batch, batches.num_anchors))
             for depth, logits in enumerate(self._logits(batch)):
                 hit = mx.argmax(logits, axis=-1) == wanted[batch.label_rows[:, depth]]
                 hits[depth] += float((hit * batch.usable[:, depth]).sum())
                 seen[depth] += float(batch.usable[:, depth].sum())
-        return [float(h / max(n, 1)) for h, n in zip(hits, seen, strict=True)]
+        sums = self._workers.sum(mx.array([*hits.tolist(), *seen.tolist(), loss]))
+        hits, seen, loss = np.array(sums[:horizon]), np.array(sums[horizon:-1]), float(sums[-1])
+        agreement = [float(h / max(n, 1)) for h, n in zip(hits, seen, strict=True)]
+        return Validation(step, loss, agreement)
 
     def _logits(self, batch: Batch) -> Iterator[mx.array]:
         """Logits (n, V_d) of depth 1, 2, ... given the text's own tokens."""
         hidden = batch.hidden if self._scaling is None else self._scaling.hidden(batch.hidden)
+        hidden = hidden.astype(self._compute_type)
         state: mx.array | None = None
         for depth in range(self.options.horizon):
             embedding = self._embed(batch.tokens[:, depth])
             if self._scaling is not None:
                 embedding = self._scaling.embedding(embedding)
-            state = self.drafter.advance(state, embedding)
+            state = self.drafter.advance(state, embedding.astype(self._compute_type))
             yield self.drafter.head(self.drafter.features(hidden, state))
 
     def _embed(self, tokens: mx.array) -> mx.array:
         return self.target.embed(tokens).astype(mx.float32)
 
-    def _usable(self, shard: Shard) -> npt.NDArray[np.bool_]:
-        rows = shard.rows
-        known = self.known[shard.corpus.ids[rows]]
-        return anchors(shard.corpus.role[rows], known, self.options.horizon)
+    def _prepare(self) -> None:
+        """Scale the inputs and set the first weights; the same on a resumed run."""
+        drafter, head = self.drafter, self.teacher.head
+        hidden, embeddings = mx.zeros((0, head.shape[1])), mx.zeros((0, head.shape[1]))
+        mine = self._own(self._batches.epoch(self.options.seed, 0)[0])
+        if mine:
+            sample = self._batches.load(mine)
+            hidden, embeddings = sample.hidden, self._embed(sample.tokens.reshape(-1))
+        self._scaling = InputScaling.measure(drafter, hidden, embeddings, self._workers.sum)
+        if self._earlier is not None:
+            start_from_drafter(drafter, self._earlier, head)
+            self._scaling.unfold(drafter)
+        elif drafter.config.exit_dim == drafter.config.hidden_size:
+            start_from_head(drafter, head)
 
-    def _count(self, shard: Shard) -> int:
-        return int(self._usable(shard)[:, :, 0].sum())
+    def _start(
+        self, optimizer: optim.Optimizer, checkpoint: Checkpoint | None, watch: Watch
+    ) -> TrainingState:
+        """The state of the checkpoint, or a fresh one."""
+        weights = self.drafter.trainable_parameters()
+        optimizer.init(weights)
+        fresh = TrainingState(0, weights, optimizer.state)
+        saved = None
+        if checkpoint is not None and self._workers.is_first:
+            saved = checkpoint.load()
+        state = self._workers.share(saved, fresh)
+        if state is None:
+            return fresh
+        optimizer.state = state.optimizer
+        watch.resumed(state.step)
+        return state
 
-    def _endless(self, shards: list[Shard]) -> Iterator[Batch]:
-        random = np.random.default_rng(self.options.seed)
-        while True:
-            yield from self._batches(shards, random)
+    def _optimizer(self, steps: int) -> optim.Optimizer:
+        options = self.options
+        warmup = max(1, int(options.warmup * steps))
+        rise = optim.linear_schedule(0.0, options.learning_rate, warmup)
+        fall = optim.cosine_decay(options.learning_rate, max(1, steps - warmup))
+        return optim.AdamW(
+            optim.join_schedules([rise, fall], [warmup]),
+            betas=[0.9, 0.99],
+            weight_decay=options.weight_decay,
+            bias_correction=True,  # else the first steps are three times as long
+        )
 
-    def _batches(self, shards: list[Shard], random: np.random.Generator) -> Iterator[Batch]:
-        """All anchors once. Rows of a few shards are shuffled together, anchors stay in rows so
-        that neighbours share their labels."""
-        order = random.permutation(len(shards))
-        for start in range(0, len(shards), _POOL):
-            pool = [shards[i] for i in order[start : start + _POOL]]
-            rows = [
-                (hidden, shard.corpus.ids[shard.rows][i], usable[i])
-                for shard in pool
-                for usable, hiddens in [(self._usable(shard), shard.hidden())]
-                for i, hidden in enumerate(hiddens)
-            ]
-            pending: list[int] = []
-            count = 0
-            for i in random.permutation(len(rows)):
-                pending.append(int(i))
-                count += int(rows[i][2][:, 0].sum())
-                if count >= self.options.anchors_per_batch:
-                    yield _batch([rows[j] for j in pending])
-                    pending, count = [], 0
-            if count:
-                yield _batch([rows[j] for j in pending])
+    def _remaining(self, done: int, steps: int) -> Iterator[tuple[int, Rows]]:
+        """Steps from ``done`` on with their rows, pass after pass."""
+        step, number = 0, 0
+        while step < steps:
+            for rows in self._batches.epoch(self.options.seed, number):
+                if done <= step < steps:
+                    yield step, rows
+                step += 1
+            number += 1
 
+    def _positions(self, done: int) -> int:
+        batches = self._remaining(0, done)
+        return sum(self._batches.count(rows) for _, rows in batches)
 
-_Row = tuple[npt.NDArray[np.float16], npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+    @property
+    def _global_batch(self) -> int:
+        options = self.options
+        return options.anchors_per_batch * options.accumulate_batches * self._workers.count
 
+    def _cut(self, shards: list[Shard], size: int) -> Batches:
+        return Batches(shards, self.known, self.options.horizon, size)
 
-def _batch(rows: list[_Row]) -> Batch:
-    length = rows[0][1].shape[0]
-    horizon = rows[0][2].shape[1]
-    usable = np.stack([row[2] for row in rows])
-    row, place = np.nonzero(usable[:, :, 0])
-    anchor = row * length + place
-    depths = np.arange(1, horizon + 1)
-    used = usable[row, place]
-    # Where a depth is not usable, point it at depth 1, which always is.
-    labels = np.where(used, anchor[:, None] + depths, anchor[:, None] + 1)
-    positions, label_rows = np.unique(labels, return_inverse=True)
-    hidden = np.concatenate([row[0] for row in rows]).astype(np.float32)
-    ids = np.concatenate([row[1] for row in rows])
-    return Batch(
-        hidden=mx.array(hidden[anchor]),
-        tokens=mx.array(ids[labels]),
-        states=mx.array(hidden[positions]),
-        label_rows=mx.array(label_rows.reshape(labels.shape).astype(np.int32)),
-        usable=mx.array(used.astype(np.float32)),
-    )
+    def _own(self, rows: Rows) -> Rows:
+        return [row for row in rows if self._workers.owns(row[0])]
+
+    def _saves(self, checkpoint: Checkpoint | None) -> bool:
+        return checkpoint is not None and self._workers.is_first
 
 
-def start_from_head(drafter: Drafter, head: mx.array) -> None:
-    """Give the drafter the target's own head, ``head`` (V_d, D), scaled to the usual size of fresh
-    weights: what remains to be learned is where to move the hidden state to."""
-    fresh = drafter.lm_head[-1].weight
-    size = mx.sqrt(mx.square(fresh).mean() / mx.square(head).mean())
-    drafter.lm_head[-1].weight = head * size
-    mx.eval(drafter.parameters())
+def _moved(average: Any, weights: Any, decay: float, step: int) -> Any:
+    """The moving average of the weights; young ones follow faster, so that it has no lag at
+    first."""
+    if average is None:
+        return weights
+    decay = min(decay, (1 + step) / (10 + step))
+    return tree_map(lambda old, new: decay * old + (1 - decay) * new, average, weights)
+
+
+def _outcome(state: TrainingState, steps: int) -> Outcome:
+    validations = [Validation(**values) for values in state.validations]
+    best = next(v for v in validations if v.step == state.best_step)
+    return Outcome(best, validations, state.step, steps)

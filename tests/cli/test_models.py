@@ -16,19 +16,20 @@ Run = Callable[..., Any]
 def test_the_list(run: Run, shop: Shop, home: Path) -> None:
     assert run("models") == (
         0,
-        "NAME  KIND    SOURCE               SIZE  HERE\n"
+        "NAME  KIND    SOURCE               SIZE  HERE  FOR\n"
         "tiny  target  PyPI tiny-model 1.0  -     no\n",
         "",
     )
     folder = Path(run("models", "path", "tiny", "--dtype", "float32").out.strip())
-    folder_with(shop.package / "tiny", {"model_type": DRAFTER_TYPE}, "model.safetensors")
+    config = {"model_type": DRAFTER_TYPE, "target": {"name": "tiny", "adapter": "law"}}
+    folder_with(shop.package / "tiny", config, "model.safetensors")
     size = sum(path.stat().st_size for path in folder.parent.glob("*/*")) / 1e6
     lines = run("models").out.splitlines()
     assert (
         lines[1].split() == f"tiny target PyPI tiny-model 1.0 {size:.1f} MB 4bit, float32".split()
     )
     assert lines[2].split()[:3] == ["tiny", "drafter", "shipped"]
-    assert lines[2].split()[-1] == "yes"
+    assert lines[2].split()[-4:] == ["yes", "tiny", "+", "law"]
 
 
 def test_the_list_as_json(run: Run, shop: Shop, home: Path) -> None:
@@ -42,6 +43,7 @@ def test_the_list_as_json(run: Run, shop: Shop, home: Path) -> None:
         "path": None,
         "size_bytes": None,
         "formats": [],
+        "target": None,
     }
     assert json.loads(run("models", "--json").out) == [expected]
     run("models", "path", "tiny", "--dtype", "4bit")

@@ -1,10 +1,12 @@
 """The drafter's files and weight names (Apple's), and its network against NumPy."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -13,7 +15,7 @@ from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.decoding.options import DraftOptions
 from mlx_redrafter.decoding.proposers.beam import BeamProposer
 from mlx_redrafter.decoding.tree import Beams
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.errors import FormatError, RedrafterError
 from tests import reference
 from tests.decoding.harness import make_drafter
 
@@ -203,3 +205,137 @@ def test_config_refuses_nonsense() -> None:
     for wrong in ({"hidden_size": 0}, {"draft_vocab": VOCAB + 1}, {"num_draft_layers": -1}):
         with pytest.raises(RedrafterError):
             DrafterConfig(**(BASE | wrong))
+
+
+# --- packed weights and the target's own head -----------------------------------------------------
+
+WIDE: dict[str, Any] = BASE | {"hidden_size": 64, "exit_dim": 64}
+
+
+def wide_search(drafter: Drafter, width: int = 3) -> Beams:
+    rng = np.random.default_rng(5)
+    embedding = rng.standard_normal((VOCAB, 64)).astype(np.float32)
+    return search(drafter, embedding, rng.standard_normal(64).astype(np.float32), 0, width, 3)
+
+
+def logits_of(drafter: Drafter) -> np.ndarray:
+    rng = np.random.default_rng(6)
+    hidden, first, second = (mx.array(rng.standard_normal((7, 64)).astype("f")) for _ in range(3))
+    state = drafter.advance(drafter.advance(None, first), second)
+    return np.array(drafter.head(drafter.features(hidden, state)))
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.03), (4, 0.4)])
+def test_a_packed_drafter_says_nearly_the_same(
+    bits: int, error: float, group_size: int, tmp_path: Path
+) -> None:
+    """Also after it was written, in another floating-point type, and read again."""
+    drafter = make_drafter(WIDE | {"draft_vocab": 30})
+    exact = logits_of(drafter)
+    parameters = drafter.num_parameters
+    drafter.quantize({"bits": bits, "group_size": group_size})
+    packed = logits_of(drafter)
+    assert np.std(packed - exact) < error * np.std(exact)
+    assert np.abs(packed - exact).max() > 0, "nothing was packed"
+    assert drafter.num_parameters == parameters
+    assert drafter.input_proj.weight.dtype == mx.float32
+    drafter.save(tmp_path, dtype=mx.float16)
+    stored = mx.load(str(tmp_path / "model.safetensors"))
+    assert stored["lm_head.1.weight"].shape == (30, 64 * bits // 32)
+    assert {str(array.dtype) for array in stored.values()} == {
+        "mlx.core.uint32",
+        "mlx.core.float16",
+        "mlx.core.int32",
+    }
+    loaded = Drafter.load(tmp_path, dtype=mx.float32)
+    assert loaded.config.quantization == {"bits": bits, "group_size": group_size}
+    np.testing.assert_allclose(logits_of(loaded), packed, atol=0.02 * np.std(exact))
+    first, second = wide_search(drafter, 1), wide_search(loaded, 1)
+    assert first.tokens.tolist() == second.tokens.tolist()
+
+
+def test_a_linear_that_no_group_fits_stays_as_it_is() -> None:
+    drafter = make_drafter(WIDE | {"exit_dim": 48})
+    drafter.quantize({"bits": 4, "group_size": 32})
+    kinds = {name: str(w.dtype) for name, w in tree_flatten(drafter.parameters())}
+    assert kinds["rnn_u.weight"] == "mlx.core.uint32"
+    assert kinds["lm_head.0.linear.weight"] == kinds["lm_head.1.weight"] == "mlx.core.float32"
+    wide_search(drafter)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"quantization": {"bits": 3, "group_size": 64}},
+        {"quantization": {"bits": 4, "group_size": 128}},
+        {"quantization": {"bits": 4}},
+        {"quantization": {"bits": 4, "group_size": 64, "mode": "mxfp4"}},
+        {"quantization": 4},
+        {"quantization": {}},
+        {"tie_head": 1},
+        {"tie_head": True, "exit_dim": 48},
+    ],
+)
+def test_config_refuses_what_cannot_be_packed_or_tied(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FormatError):
+        DrafterConfig.from_dict(WIDE | wrong)
+
+
+def test_a_file_of_other_packing_is_refused(tmp_path: Path) -> None:
+    drafter = make_drafter(WIDE)
+    drafter.quantize({"bits": 8, "group_size": 64})
+    drafter.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization": {"bits": 4, "group_size": 64}})
+    )
+    with pytest.raises(FormatError, match=r"rnn_u.weight \(64, 16\) instead of \(64, 8\)"):
+        Drafter.load(tmp_path)
+
+
+@pytest.mark.parametrize("reduced", [None, 11])
+@pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_tied_head_equals_an_own_one_of_the_same_rows(
+    kind: Any, packed: bool, reduced: int | None, tmp_path: Path
+) -> None:
+    """The file has no head; the rows come from the target's, packed or not."""
+    matrix = nn.Linear(64, VOCAB, bias=False) if kind is nn.Linear else nn.Embedding(VOCAB, 64)
+    rows = matrix.weight
+    if packed:
+        matrix = matrix.to_quantized(group_size=32, bits=4)
+        rows = mx.dequantize(matrix.weight, matrix.scales, matrix.biases, 32, 4)
+    own = make_drafter(WIDE | ({"draft_vocab": reduced} if reduced else {}))
+    own.lm_head[-1].weight = rows if reduced is None else rows[own.draft_tokens]
+    tied = Drafter(dataclasses.replace(own.config, tie_head=True), own.draft_tokens)
+    shared = {k: w for k, w in tree_flatten(own.parameters()) if k != "lm_head.1.weight"}
+    tied.load_weights(list(shared.items()))
+    tied.save(tmp_path)
+    stored = mx.load(str(tmp_path / "model.safetensors"))
+    assert set(stored) == set(shared) | ({"draft_tokens"} if reduced else set())
+    loaded = Drafter.load(tmp_path)
+    with pytest.raises(AssertionError, match="bind_head"):
+        logits_of(loaded)
+    loaded.bind_head(matrix)
+    np.testing.assert_allclose(logits_of(loaded), logits_of(own), atol=1e-4)
+    mine, theirs = wide_search(loaded), wide_search(own)
+    assert mine.tokens.tolist() == theirs.tokens.tolist()
+    np.testing.assert_allclose(np.array(mine.scores), np.array(theirs.scores), atol=1e-4)
+    # Packing the drafter leaves the target's rows alone, and what is trained and saved, too.
+    head = loaded._tied_head
+    loaded.quantize({"bits": 8, "group_size": 64})
+    assert loaded._tied_head is head
+    assert np.std(logits_of(loaded) - logits_of(own)) < 0.03 * np.std(logits_of(own))
+    trainable = {name for name, _ in tree_flatten(loaded.trainable_parameters())}
+    assert not any("_tied_head" in name for name in trainable)
+
+
+def test_optional_keys_that_say_nothing_are_left_out() -> None:
+    keys = set(DrafterConfig(**BASE).to_dict())
+    assert keys == {*BASE, "model_type", "architectures"}
+    assert DrafterConfig.from_dict(DrafterConfig(**BASE).to_dict()) == DrafterConfig(**BASE)
+    full = DrafterConfig(
+        **BASE, quantization={"bits": 4, "group_size": 32}, tie_head=True, draft_vocab=9
+    )
+    assert DrafterConfig.from_dict(full.to_dict()) == full

@@ -138,3 +138,10 @@ def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
         thread.join()
     assert listing(tmp_path) == ["one"]
     assert (tmp_path / "one" / "a").read_text() == (tmp_path / "one" / "b").read_text()
+
+
+def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    free = files.free_bytes(tmp_path)
+    assert free > 0
+    assert abs(files.free_bytes(tmp_path / "not" / "yet") - free) < 2**30
+    assert not (tmp_path / "not").exists()

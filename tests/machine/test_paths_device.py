@@ -25,6 +25,23 @@ def test_home_is_in_the_users_cache(
     assert paths.home() == tmp_path / ".cache" / "mlx-redrafter"
 
 
+def test_memory_is_the_machine_s_or_the_container_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
+    monkeypatch.setattr(device, "_LIMITS", (str(tmp_path / "limit"),))
+    whole = device.memory_bytes()
+    assert 2**28 < whole < 2**46
+    (tmp_path / "limit").write_text("max\n")
+    assert device.memory_bytes() == whole
+    (tmp_path / "limit").write_text("9223372036854771712\n")
+    assert device.memory_bytes() == whole
+    (tmp_path / "limit").write_text("1000000\n")
+    assert device.memory_bytes() == 1_000_000
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12.0})
+    assert device.memory_bytes() == 12
+
+
 def test_home_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(paths.VARIABLE, "here")

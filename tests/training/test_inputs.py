@@ -24,6 +24,9 @@ def test_folding_keeps_the_logits(exit_dim: int, rnn: bool) -> None:
     scaled = logits(scaling.hidden(hidden), scaling.embedding(embeddings))
     scaling.fold(drafter)
     np.testing.assert_allclose(logits(hidden, embeddings), scaled, atol=1e-4)
+    scaling.unfold(drafter)
+    again = logits(scaling.hidden(hidden), scaling.embedding(embeddings))
+    np.testing.assert_allclose(again, scaled, atol=1e-4)
 
 
 def test_scaled_inputs_have_unit_spread() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_redrafter.decoding.drafter import Drafter
 from mlx_redrafter.decoding.options import DraftOptions
@@ -29,15 +30,16 @@ class BeamProposer:
         self.embed = embed
         self.options = options
         # hidden is the same at every draft step, so its half of input_proj is applied once.
-        self._halves: tuple[mx.array, mx.array] | None = None
+        self._halves: tuple[nn.Module, nn.Module] | None = None
         if "input_proj" in drafter:
             size = drafter.config.hidden_size
-            weight = drafter.input_proj.weight
-            self._halves = (
-                mx.contiguous(weight[:, :size]).T,
-                mx.contiguous(weight[:, size:]).T,
-            )
-            mx.eval(self._halves)
+            weight, packing = drafter.input_proj.weight, drafter.config.quantization
+            context, state = _linear(weight[:, :size]), _linear(weight[:, size:])
+            if packing is not None and size % packing["group_size"] == 0:
+                # Read at every draft step; the other half is not, and would suffer (Drafter._pack).
+                state = state.to_quantized(**packing)
+            self._halves = (context, state)
+            mx.eval(context.parameters(), state.parameters())
         if compiled is None:
             compiled = mx.default_device().type == mx.DeviceType.gpu
         self._draft = mx.compile(self._draft_eagerly) if compiled else self._draft_eagerly
@@ -88,12 +90,18 @@ class BeamProposer:
         """The part of the features that depends on hidden alone, (E,) or (D,)."""
         if self._halves is None:
             return hidden
-        return hidden @ self._halves[0] + self.drafter.input_proj.bias
+        return self._halves[0](hidden) + self.drafter.input_proj.bias
 
     def _features(self, context: mx.array, state: mx.array) -> mx.array:
         if self._halves is None:
             return self.drafter.features(context, state)
-        return context + state @ self._halves[1]
+        return context + self._halves[1](state)
+
+
+def _linear(weight: mx.array) -> nn.Module:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = mx.contiguous(weight)
+    return linear
 
 
 def _normaliser(logits: mx.array) -> mx.array:
