@@ -34,6 +34,7 @@ def chat(
     model: common.ModelOption = None,
     drafter: common.DrafterOption = None,
     dtype: common.DtypeOption = None,
+    adapter_path: common.AdapterOption = None,
     max_tokens: common.MaxTokensOption = DEFAULT_MAX_TOKENS,
     temp: common.TempOption = SamplingOptions.temperature,
     seed: common.SeedOption = None,
@@ -62,7 +63,7 @@ def chat(
     style = Style.for_terminal(interactive, show_accepted)
     common.prepare_stdout()
     conversation = Chat(
-        common.load_pair(model, drafter, dtype),
+        common.load_pair(model, drafter, dtype, adapter_path),
         system_prompt=system_prompt,
         max_tokens=max_tokens,
         temperature=temp,

@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,15 @@ DtypeOption = Annotated[
         "--dtype",
         help="Of a shipped model: float32, bfloat16, float16, or 4bit as shipped. "
         "Default: the fast one on this machine.",
+        show_default=False,
+    ),
+]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter-path",
+        metavar="FOLDER",
+        help="A LoRA adapter that mlx-lm trained, applied to the model.",
         show_default=False,
     ),
 ]
@@ -109,12 +119,21 @@ NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode plainly.
 
 
 def load_pair(
-    model: str | None, drafter: str | None, dtype: str | None, plain: bool = False
+    model: str | None,
+    drafter: str | None,
+    dtype: str | None,
+    adapter_path: Path | None = None,
+    plain: bool = False,
 ) -> ModelPair:
     """``load`` with what was given; its own defaults for the rest. ``plain``: without a drafter."""
     from mlx_redrafter.load import load
 
-    given: dict[str, Any] = {"model": model, "drafter": drafter, "dtype": dtype}
+    given: dict[str, Any] = {
+        "model": model,
+        "drafter": drafter,
+        "dtype": dtype,
+        "adapter_path": adapter_path,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if plain:
         given["drafter"] = None

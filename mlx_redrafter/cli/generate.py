@@ -25,6 +25,7 @@ def generate(
     model: common.ModelOption = None,
     drafter: common.DrafterOption = None,
     dtype: common.DtypeOption = None,
+    adapter_path: common.AdapterOption = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +77,7 @@ def generate(
     text = _prompt(prompt)
     common.prepare_stdout()
     segments = stream_generate(
-        common.load_pair(model, drafter, dtype, plain=no_draft),
+        common.load_pair(model, drafter, dtype, adapter_path, plain=no_draft),
         text,
         max_tokens=max_tokens,
         sampling=sampling,

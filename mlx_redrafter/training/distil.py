@@ -37,8 +37,8 @@ from mlx_redrafter.training.data import DataOptions, write_data
 from mlx_redrafter.training.features import Shard, extract, shards
 from mlx_redrafter.training.log import TrainingLog
 from mlx_redrafter.training.plan import WRITTEN, Plan, Work
-from mlx_redrafter.training.proof import Proof, openings, prove
 from mlx_redrafter.training.prompts import read_prompts, read_texts
+from mlx_redrafter.training.proof import Proof, openings, prove
 from mlx_redrafter.training.size import DrafterSize
 from mlx_redrafter.training.trainer import (
     DrafterTrainer,
@@ -101,16 +101,24 @@ class Recipe:
         if self.features_bytes < 0 or self.proof_prompts < 0:
             raise InputError("features_bytes and proof_prompts cannot be negative.")
 
-    def size(self, pair: ModelPair) -> DrafterSize:
+    def size(self, pair: ModelPair, earlier: Drafter | None = None) -> DrafterSize:
+        """``earlier``: the drafter to start from, whose size is kept where none is given."""
         chosen = DrafterSize.for_target(pair.target)
-        given = {
+        if earlier is not None:
+            old = earlier.config
+            chosen = DrafterSize(
+                old.exit_dim, old.num_draft_layers, old.head_size, old.tie_head, old.quantization
+            )
+        given: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("exit_dim", "num_draft_layers", "draft_vocab")
             if getattr(self, name) is not None
         }
+        if self.tie_head:
+            given["tie_head"] = True
         if self.bits is not None:
             given["quantization"] = {"bits": self.bits, "group_size": 64}
-        return dataclasses.replace(chosen, tie_head=self.tie_head, **given)
+        return dataclasses.replace(chosen, **given)
 
 
 class Display(Protocol):
@@ -179,7 +187,7 @@ class Run:
         self.workers = workers or Workers()
         self.display = display or Silent()
         self._logs = [self.work / _LOG, *([report_to] if report_to else [])]
-        self.size = self.recipe.size(pair)
+        self.size = self.recipe.size(pair, earlier)
         self.config = self.size.config(pair.target, made_for(pair))
         _check_output(output)
 
@@ -405,7 +413,9 @@ class Run:
         """What the weights depend on, as the card shows it."""
         recipe, options = self.recipe, dataclasses.asdict(self.recipe.options)
         size = {
-            name: value for name, value in dataclasses.asdict(self.size).items() if value is not None
+            name: value
+            for name, value in dataclasses.asdict(self.size).items()
+            if value is not None
         }
         data = {} if recipe.data is None else {"data": dataclasses.asdict(recipe.data)}
         shards_ = {} if recipe.max_shards is None else {"max_shards": recipe.max_shards}

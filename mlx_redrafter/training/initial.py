@@ -49,6 +49,7 @@ def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> No
             block.linear.bias = mx.zeros_like(block.linear.bias)
     if not config.tie_head:
         drafter.lm_head[-1].weight = _head(drafter, earlier, head)
+    drafter.set_dtype(mx.float32)  # whatever the earlier one was loaded in: Adam needs the range
     mx.eval(drafter.parameters())
 
 

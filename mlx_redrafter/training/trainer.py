@@ -23,7 +23,7 @@ from mlx.utils import tree_map
 
 from mlx_redrafter.decoding.drafter import Drafter
 from mlx_redrafter.decoding.target import Target
-from mlx_redrafter.errors import InputError
+from mlx_redrafter.errors import InputError, RedrafterError
 from mlx_redrafter.training.batches import Batch, Batches, Rows
 from mlx_redrafter.training.checkpoint import Checkpoint, TrainingState
 from mlx_redrafter.training.features import Shard
@@ -191,6 +191,10 @@ class DrafterTrainer:
             if options.average_decay:
                 state.average = _moved(state.average, state.weights, options.average_decay, step)
             mx.eval(state.weights, state.optimizer, state.average, loss)
+            if not math.isfinite(float(loss)):
+                raise RedrafterError(
+                    f"the loss is {float(loss)} at step {step + 1}: take a lower learning rate."
+                )
             state.step = step + 1
             positions += self._batches.count(rows)
             rate = float(optimizer.learning_rate)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.errors import CompatibilityError
@@ -67,3 +68,12 @@ def test_the_head_has_the_usual_size_of_fresh_weights() -> None:
     before = float(mx.square(drafter.lm_head[-1].weight).mean())
     start_from_head(drafter, 50 * mx.random.normal((30, 8)))
     assert float(mx.square(drafter.lm_head[-1].weight).mean()) == pytest.approx(before, rel=1e-3)
+
+
+def test_it_is_trained_in_float32_whatever_it_starts_from() -> None:
+    earlier, drafter = made(1, None), made(1, None)
+    earlier.set_dtype(mx.float16)
+    start_from_drafter(drafter, earlier, mx.zeros((30, 8)))
+    assert {str(weight.dtype) for _, weight in tree_flatten(drafter.parameters())} == {
+        "mlx.core.float32"
+    }
