@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.errors import FormatError
 from mlx_redrafter.machine.files import atomic_folder
@@ -54,6 +54,21 @@ class TrainingState:
             "waited": self.waited,
             "validations": self.validations,
         }
+
+    def in_order_of(self, fresh: TrainingState) -> TrainingState:
+        """The same with its trees in the order of ``fresh``'s, which a file does not keep: sums
+        over a tree then round as before, and processes that exchange trees agree."""
+
+        def ordered(like: Any, tree: Any) -> Any:
+            return None if tree is None else tree_map(lambda _, leaf: leaf, like, tree)
+
+        return replace(
+            self,
+            weights=ordered(fresh.weights, self.weights),
+            optimizer=ordered(fresh.optimizer, self.optimizer),
+            average=ordered(fresh.weights, self.average),
+            best=ordered(fresh.weights, self.best),
+        )
 
 
 @dataclass(frozen=True)

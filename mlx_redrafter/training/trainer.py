@@ -161,7 +161,8 @@ class DrafterTrainer:
     ) -> Outcome:
         """Go over ``shards`` ``epochs`` times and leave the best weights in the drafter.
 
-        With a ``checkpoint``, the state is saved now and then, and a run that finds one goes on.
+        With a ``checkpoint``, the state is saved after each validation and every
+        ``checkpoint_seconds``, and a run that finds one goes on.
         """
         watch = watch or Watch()
         options = self.options
@@ -200,16 +201,14 @@ class DrafterTrainer:
             rate = float(optimizer.learning_rate)
             seconds = time.monotonic() - started
             watch.step(Progress(state.step, steps, float(loss), rate, seconds, positions))
-            if state.step % every == 0 or state.step == steps:
+            validates = state.step % every == 0 or state.step == steps
+            if validates:
                 watch.validation(self._judge(state))
             now = time.monotonic()
-            if self._saves(checkpoint) and (now - saved >= checkpoint_seconds):
+            if self._saves(checkpoint) and (validates or now - saved >= checkpoint_seconds):
                 assert checkpoint is not None
                 checkpoint.save(state)
                 saved = now
-        if self._saves(checkpoint):
-            assert checkpoint is not None
-            checkpoint.save(state)
         self.drafter.update(state.best)
         assert self._scaling is not None
         self._scaling.fold(self.drafter)
@@ -334,6 +333,8 @@ class DrafterTrainer:
         saved = None
         if checkpoint is not None and self._workers.is_first:
             saved = checkpoint.load()
+            if saved is not None:
+                saved = saved.in_order_of(fresh)
         state = self._workers.share(saved, fresh)
         if state is None:
             return fresh
