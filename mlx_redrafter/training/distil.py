@@ -345,6 +345,8 @@ class Run:
             None if self.earlier is None else _sketch(self.earlier),
         )
         checkpoint = Checkpoint(self.work / "checkpoint", recipe)
+        if not checkpoint.folder.exists():
+            logs.truncate(0)  # steps of a run that was killed before its first checkpoint
         return trainer.train(trained, held_out, checkpoint, Watch(step, validation, resumed))
 
     def _finish(
