@@ -26,7 +26,12 @@ add("--batch", type=int, default=16, help="answers written at a time (%(default)
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_redrafter.benchmarking.answers import replay, write_answers
+    from mlx_redrafter.benchmarking.answers import (
+        decode,
+        replay,
+        tokens_per_step,
+        write_answers,
+    )
     from mlx_redrafter.benchmarking.arms import parse_setting
     from mlx_redrafter.benchmarking.prompts import read_prompts
     from mlx_redrafter.load import load
@@ -35,27 +40,24 @@ def run(args: argparse.Namespace) -> int:
     pair = load(args.model, args.drafter, args.dtype)
     prompts = read_prompts(args.prompts, args.limit)
     answers = write_answers(pair, prompts, args.max_tokens, args.answers, args.batch, say)
+    counts = {setting: replay(pair, answers, setting) for setting in settings}
     results: dict[str, Any] = {}
     rows = []
     for name in ["all", *dict.fromkeys(prompt.category for prompt in prompts)]:
-        chosen = [
-            answer
-            for answer, prompt in zip(answers, prompts, strict=True)
-            if name in ("all", prompt.category)
-        ]
-        found = [replay(pair, chosen, setting) for setting in settings]
-        results[name] = found
-        rows.append([name, len(chosen), *(f"{each.overall.tokens_per_step:.3f}" for each in found)])
+        chosen = [i for i, prompt in enumerate(prompts) if name in ("all", prompt.category)]
+        found = [tokens_per_step(counts[setting][i] for i in chosen) for setting in settings]
+        results[name] = dict(zip(args.settings, found, strict=True))
+        rows.append([name, len(chosen), *found])
     say("\n" + table(["category", "prompts", *args.settings], rows))
     agreed = True
     if args.check:
-        from mlx_redrafter.benchmarking.answers import decode
-
         step = max(1, len(answers) // args.check)
-        chosen = answers[::step][: args.check]
+        chosen = range(0, len(answers), step)[: args.check]
         for setting, text in zip(settings, args.settings, strict=True):
-            replayed = replay(pair, chosen, setting).overall.tokens_per_step
-            real = decode(pair, chosen, setting, args.max_tokens)
+            replayed = tokens_per_step(counts[setting][i] for i in chosen)
+            real = tokens_per_step(
+                decode(pair, answers[i], setting, args.max_tokens) for i in chosen
+            )
             within = abs(real / replayed - 1) <= AGREEMENT
             agreed = agreed and within
             results[f"check {text}"] = {"replayed": replayed, "decoded": real}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from mlx_redrafter.errors import InputError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.generate import eos_tokens
 from mlx_redrafter.load import ModelPair
-from mlx_redrafter.training.acceptance import Acceptance, simulate
+from mlx_redrafter.training.acceptance import simulate
 from mlx_redrafter.training.corpus import ASSISTANT, TEMPLATE, read_corpus
 from mlx_redrafter.training.features import Shard, extract, shards
 
@@ -57,37 +57,44 @@ def write_answers(
     return found
 
 
-def replay(pair: ModelPair, answers: Sequence[Shard], draft: DraftOptions) -> Acceptance:
-    """Decoding steps on the answers with the pair's drafter."""
+Count = tuple[int, int]
+"""Tokens emitted and steps taken."""
+
+
+def replay(pair: ModelPair, answers: Sequence[Shard], draft: DraftOptions) -> list[Count]:
+    """Decoding steps on each of the answers with the pair's drafter; (0, 0) of one that is too
+    short for a step."""
     if pair.drafter is None:
         raise InputError(f"{pair.name} has no drafter: {pair.drafting_reason}.")
-    return simulate(
-        pair.target, pair.drafter, answers, draft, end_tokens=eos_tokens(pair), max_steps=10**9
-    )
-
-
-def decode(
-    pair: ModelPair, answers: Sequence[Shard], draft: DraftOptions, max_tokens: int
-) -> float:
-    """Tokens per step of real decoding of the same prompts."""
-    ends = eos_tokens(pair)
-    tokens = steps = 0
-    for shard in answers:
-        prompt = shard.corpus.ids[0][shard.corpus.role[0] == TEMPLATE].tolist()
-        decoder = Decoder(pair.target, pair.drafter, draft)
-        token, count = decoder.start(prompt), 1
-        while token not in ends and count < max_tokens:
-            step = decoder.step()
-            taken = step.tokens[: max_tokens - count]
-            ended = [i for i, each in enumerate(taken) if each in ends]
-            taken = taken[: ended[0] + 1] if ended else taken
-            decoder.commit(len(taken))
-            tokens, steps, count, token = (
-                tokens + len(taken),
-                steps + 1,
-                count + len(taken),
-                taken[-1],
+    counts = []
+    for answer in answers:
+        try:
+            found = simulate(
+                pair.target, pair.drafter, [answer], draft, end_tokens=eos_tokens(pair)
             )
+            counts.append((found.overall.tokens, found.overall.steps))
+        except InputError:
+            counts.append((0, 0))
+    return counts
+
+
+def decode(pair: ModelPair, answer: Shard, draft: DraftOptions, max_tokens: int) -> Count:
+    """Real decoding of the same prompt."""
+    ends = eos_tokens(pair)
+    prompt = answer.corpus.ids[0][answer.corpus.role[0] == TEMPLATE].tolist()
+    decoder = Decoder(pair.target, pair.drafter, draft)
+    token, tokens, steps = decoder.start(prompt), 0, 0
+    while token not in ends and tokens + 1 < max_tokens:
+        taken = decoder.step().tokens[: max_tokens - 1 - tokens]
+        ended = [i for i, each in enumerate(taken) if each in ends]
+        taken = taken[: ended[0] + 1] if ended else taken
+        decoder.commit(len(taken))
+        tokens, steps, token = tokens + len(taken), steps + 1, taken[-1]
+    return tokens, steps
+
+
+def tokens_per_step(counts: Iterable[Count]) -> float:
+    tokens, steps = map(sum, zip(*counts, strict=True))
     return tokens / max(steps, 1)
 
 
