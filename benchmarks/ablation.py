@@ -41,6 +41,7 @@ add("--shards", type=int, default=10, help="of 64 rows, for the base (%(default)
 add("--batch", type=int, default=512, help="positions in a step (%(default)s)")
 add("--epochs", type=float, default=1.0, help="passes (%(default)s)")
 add("--draft-vocab", type=int, default=4096, help="of the base (%(default)s)")
+add("--max-steps", type=int, default=4000, help="replayed for each setting (%(default)s)")
 add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="which (all)")
 
 
@@ -119,8 +120,17 @@ def _variant(
     trainer = DrafterTrainer(pair.target, drafter, options)
     data = trained[: round(change.get("data", 1.0) * args.shards)]
     outcome = trainer.train(data, held_out)
-    ends = eos_tokens(pair)
-    found = [simulate(pair.target, drafter, held_out, draft, end_tokens=ends) for draft in drafts]
+    found = [
+        simulate(
+            pair.target,
+            drafter,
+            held_out,
+            draft,
+            end_tokens=eos_tokens(pair),
+            max_steps=args.max_steps,
+        )
+        for draft in drafts
+    ]
     draft_step, target_step = measure_costs(pair.target, drafter)
     return {
         "parameters": drafter.num_parameters,
