@@ -75,7 +75,7 @@ def resolve_drafter(model: str, drafter: str, fingerprint: str | None = None) ->
     if not path.is_dir():
         here = ", ".join(drafters) or "none"
         raise InputError(f"no drafter {drafter}: there is no such folder, and of names: {here}")
-    if not _is_drafter(path):
+    if not is_drafter(path):
         raise FormatError(
             f"{path} is not a drafter: it needs model.safetensors and a config.json of the "
             f"model_type {hub.DRAFTER_TYPE}"
@@ -102,27 +102,44 @@ def _automatic(drafters: dict[str, Path], name: str, fingerprint: str | None) ->
 def register_drafter(folder: Path, model: str, adapter: Path | None = None) -> Path:
     """Keep a copy of a trained drafter, to be found for `model` from now on; gives its folder.
 
-    It takes the place of an older one of its name, whole or not at all.
+    It takes the place of an older one for the same target, whole or not at all; one of its name
+    for another target stays, and the new one gets a number.
     """
-    if not _is_drafter(folder):
+    if not is_drafter(folder):
         raise FormatError(f"{folder} is not a drafter: it cannot be registered")
     name = drafter_name(model)
     if adapter is not None:
         name += f"+{adapter.resolve().name}"
+    theirs = str(_made_for(folder).get("fingerprint", ""))
     kept = _trained() / name
+    number = 1
+    while is_drafter(kept) and not _is_for(kept, theirs):
+        number += 1
+        kept = _trained() / f"{name}-{number}"
     if folder.resolve() != kept.resolve():
         with files.atomic_folder(kept) as new:
             shutil.copytree(folder, new, dirs_exist_ok=True)
     return kept
 
 
+def _is_for(folder: Path, fingerprint: str) -> bool:
+    """Whether a drafter was made for this target, or does not say for which."""
+    theirs = _made_for(folder).get("fingerprint")
+    if not theirs or not fingerprint:
+        return True
+    return fingerprints.similarity(str(theirs), fingerprint) >= fingerprints.SAME
+
+
 def drafter_name(model: str) -> str:
-    """The name that the drafter for a model is kept by: the model's own, without slashes."""
+    """The name that the drafter for a model is kept by: the model's own, without slashes and
+    without dots before it, which would hide it."""
     path = Path(model).expanduser()
     if model in shipped.catalogue() or not path.is_dir():
-        return model.replace("/", "--")
-    record = shipped.read_json(path / shipped.RECORD) or {}  # a folder of a shipped model?
-    return str(record.get("name", path.resolve().name))
+        name = model.replace("/", "--")
+    else:
+        record = shipped.read_json(path / shipped.RECORD) or {}  # a folder of a shipped model?
+        name = str(record.get("name", path.resolve().name))
+    return name.lstrip(".") or "model"
 
 
 def models() -> list[ModelEntry]:
@@ -190,7 +207,7 @@ def _drafters() -> dict[str, Path]:
         path.parent.name: path.parent
         for root in (shipped.package_folder(), _trained())
         for path in sorted(root.glob("[!.]*/config.json"))
-        if _is_drafter(path.parent)
+        if is_drafter(path.parent)
     }
 
 
@@ -205,7 +222,7 @@ def _target_of(folder: Path) -> str | None:
     return " + ".join(parts) or None
 
 
-def _is_drafter(folder: Path) -> bool:
+def is_drafter(folder: Path) -> bool:
     config = shipped.read_json(folder / "config.json") or {}
     weights = folder / "model.safetensors"
     return config.get("model_type") == hub.DRAFTER_TYPE and weights.is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from mlx_redrafter.cli import common
 from mlx_redrafter.cli.train_display import TrainDisplay
 from mlx_redrafter.decoding.options import DraftOptions
 from mlx_redrafter.errors import InputError
+from mlx_redrafter.training import publish
 from mlx_redrafter.training.data import DataOptions
 from mlx_redrafter.training.distil import Distilled, Recipe, Run, Silent, Sources
 from mlx_redrafter.training.trainer import TrainOptions
@@ -179,6 +181,8 @@ def train(
     The same command goes on where a killed one stopped."""
     if output is None:
         raise InputError("--output is missing: name the folder for the drafter.")
+    if not math.isfinite(features_gb):
+        raise InputError(f"--features-gb is {features_gb}; it must be a number of gigabytes.")
     recipe = Recipe(
         data=_data_options(
             seed,
@@ -216,6 +220,8 @@ def train(
     part = None if features_only is None else _part(features_only)
     if part is not None and (work is None or not corpus):
         raise InputError("--features-only needs --corpus and --work.")
+    if upload_repo is not None:
+        publish.check(upload_repo)
     workers = Workers.launched()
     pair = common.load_pair(model, start, dtype, adapter_path, plain=start is None)
     if start is not None and pair.drafter is None:
@@ -240,11 +246,13 @@ def train(
         if part is not None:
             run.cache_features(part)
             return
-        result = run.train(registered=register, repository=upload_repo)
+        result = run.train(registered=register)
         if result.folder is not None:
             display.note(_summary(result))
     if result.folder is not None:
         print(result.folder)
+        if upload_repo is not None:
+            common.note(f"uploaded to {publish.publish(result.folder, upload_repo)}")
 
 
 def _data_options(seed: int, complete: bool, **options: Any) -> DataOptions | None:

@@ -4,12 +4,13 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.errors import InputError, RedrafterError
 from mlx_redrafter.machine import paths
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -53,13 +54,51 @@ def free_bytes(folder: Path) -> int:
 def write_error(error: OSError, folder: Path) -> RedrafterError:
     """Say that nothing can be written in `folder`, and what to do about it."""
     reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space"
+    remedies = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some space",
+        errno.ENOENT: "it is gone",
+        errno.ENOTDIR: "there is a file in its way",
+        errno.EEXIST: "there is a file in its way",
+    }
+    remedy = remedies.get(error.errno or 0, "make it writable")
+    if folder.resolve().is_relative_to(paths.home().resolve()):
+        other = f"set {paths.VARIABLE} to another folder"
     else:
-        remedy = "make it writable"
-    return RedrafterError(
-        f"cannot write in {folder} ({reason}): {remedy}, or set {paths.VARIABLE} to another folder"
-    )
+        other = "name another folder"
+    return RedrafterError(f"cannot write in {folder} ({reason}): {remedy}, or {other}")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise RedrafterError where nothing can be written in `folder`, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise write_error(error, folder) from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make `folder` and hold it, so that no second run writes there. InputError where one does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise write_error(error, folder) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another run is using {folder}: wait for it, or name another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
 
 
 def _refusal(error: BaseException, folder: Path) -> OSError | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mlx_redrafter.training.corpus import anchors
 from mlx_redrafter.training.features import Shard
 
-_POOL = 4  # shards shuffled together: they are in memory at once
+_POOL_ROWS = 256  # of the shards that are shuffled together and in memory at once
 
 Rows = list[tuple[int, int]]
 """Rows by (index of the shard, row in it)."""
@@ -60,11 +60,12 @@ class Batches:
         few shards are shuffled together; a row's anchors stay together, since they share labels."""
         random = np.random.default_rng([seed, number])
         order = random.permutation(len(self.shards))
+        pooled = self._pooled
         batches: list[Rows] = []
-        for start in range(0, len(order), _POOL):
+        for start in range(0, len(order), pooled):
             pool = [
                 (int(shard), row)
-                for shard in order[start : start + _POOL]
+                for shard in order[start : start + pooled]
                 for row in range(len(self.counts[shard]))
             ]
             pending: Rows = []
@@ -82,6 +83,11 @@ class Batches:
                 batches.append(pending)
         return batches
 
+    @property
+    def _pooled(self) -> int:
+        """How many shards make a pool."""
+        return max(1, _POOL_ROWS // max(map(len, self.counts)))
+
     def count(self, rows: Rows) -> int:
         """Anchors in ``rows``."""
         return sum(int(self.counts[shard][row]) for shard, row in rows)
@@ -89,7 +95,7 @@ class Batches:
     def load(self, rows: Rows) -> Batch:
         """``rows`` as arrays. Keeps the hidden states of the shards it was last asked for."""
         wanted = {shard for shard, _ in rows}
-        if len(self._hidden) > _POOL:  # of a pool that has been gone through
+        if len(self._hidden) > self._pooled:  # of a pool that has been gone through
             self._hidden = {i: h for i, h in self._hidden.items() if i in wanted}
         for shard in wanted - self._hidden.keys():
             self._hidden[shard] = self.shards[shard].hidden()

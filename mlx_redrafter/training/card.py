@@ -68,10 +68,10 @@ def card(facts: CardFacts) -> str:
         f"# Drafter for {_inline(target)}",
         f"A recurrent drafter (ReDrafter) of {facts.parameters:,} parameters "
         f"({facts.size_bytes / 1e6:.1f} MB), distilled from {_inline(target)}'s own "
-        "choice of words. With it the model decodes faster, and gives the same text up to "
-        "floating-point ties.",
+        "choice of words. It guesses the next tokens; the model checks them, and the text is the "
+        "model's own, up to floating-point ties. What it gains is below.",
         "## Use",
-        "```sh\npip install mlx-redrafter\nmlx-redrafter chat "
+        "```sh\nmlx-redrafter chat "
         f"--model {shlex.quote(target)} --drafter {shlex.quote(name)}\n```",
         *_decoding(facts.proof),
         *_acceptance(facts.acceptance),
@@ -192,8 +192,9 @@ def _validation(facts: CardFacts) -> list[str]:
 
 def _data(data: DataFacts) -> list[str]:
     text = (
-        f"{data.rows:,} rows, {data.tokens:,} tokens, {data.trained_tokens:,} of them the target's "
-        f"own, which alone are trained on. {data.held_out_rows:,} rows were held out."
+        f"{data.rows:,} rows, {data.tokens:,} tokens, {data.trained_tokens:,} of them "
+        "answers or given texts, which alone are trained on. "
+        f"{data.held_out_rows:,} rows were held out."
     )
     if data.sources:
         names = ", ".join(_inline(_public(source)) for source in data.sources)

@@ -22,7 +22,8 @@ class TrainingState:
     """All that a step changes. ``step`` counts the steps done; weights are trees of arrays.
 
     average is the moving average of the weights (None where there is none), best the weights with
-    the best validation, best_score theirs, and waited the validations since.
+    the best validation, best_score theirs (expected tokens per step, minus the loss), and waited
+    the validations since.
     """
 
     step: int
@@ -30,7 +31,7 @@ class TrainingState:
     optimizer: Any
     average: Any = None
     best: Any = None
-    best_score: float = float("-inf")
+    best_score: list[float] = field(default_factory=list)  # none is less than any
     best_step: int = 0
     waited: int = 0
     validations: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +94,7 @@ class Checkpoint:
         if not path.is_file():
             return None
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = dict(json.loads(path.read_text(encoding="utf-8")))
             recipe = values.pop("recipe")
             arrays = mx.load(str(self.folder / _ARRAYS))
             assert isinstance(arrays, dict)

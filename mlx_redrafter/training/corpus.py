@@ -69,7 +69,15 @@ def _read_file(path: Path, vocab_size: int) -> Corpus:
         with np.load(path, allow_pickle=False) as arrays:
             ids, role = arrays["ids"], arrays["role"]
             temperature = arrays["temp"] if "temp" in arrays else np.empty(0)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise FormatError(f"corpus {path} is no .npz file with ids and role: {error}") from None
     if ids.ndim != 2 or ids.shape != role.shape or ids.size == 0:
         raise FormatError(

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ from mlx_redrafter.errors import FormatError, InputError, RedrafterError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.generate import eos_tokens
 from mlx_redrafter.load import ModelPair
+from mlx_redrafter.machine.files import write_error
 from mlx_redrafter.training.conversations import LEAST_ROOM, Row, RowWriter, hash_of
 from mlx_redrafter.training.corpus import ASSISTANT, PADDING, TEMPLATE, read_corpus
 from mlx_redrafter.training.prompts import Prompt
@@ -184,7 +186,7 @@ def _save(path: Path, rows: Sequence[Row], row_length: int) -> None:
 
 def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.part")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with partial.open("wb") as file:
             write(file)
@@ -192,14 +194,13 @@ def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
 def _cannot_write(path: Path, error: OSError) -> RedrafterError:
-    return RedrafterError(
-        f"cannot write {path} ({error.strerror}): free some space, or name another folder."
-    )
+    return write_error(error, path.parent)
 
 
 def _read_back(path: Path, pair: ModelPair) -> tuple[int, set[int]]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,17 +28,18 @@ from mlx_redrafter.errors import CompatibilityError, InputError, RedrafterError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.generate import eos_tokens
 from mlx_redrafter.load import ModelPair
-from mlx_redrafter.machine.files import atomic_folder
-from mlx_redrafter.training import curves, publish
+from mlx_redrafter.machine.files import alone_in, atomic_folder, check_writable
+from mlx_redrafter.training import curves
 from mlx_redrafter.training.acceptance import Acceptance, simulate
 from mlx_redrafter.training.card import CardFacts, DataFacts, card
 from mlx_redrafter.training.checkpoint import Checkpoint
 from mlx_redrafter.training.corpus import ASSISTANT, Corpus, read_corpus
 from mlx_redrafter.training.data import DataOptions, write_data
-from mlx_redrafter.training.features import Shard, extract, shards
+from mlx_redrafter.training.features import ROWS_PER_SHARD, Shard, extract, shards
+from mlx_redrafter.training.initial import check_start
 from mlx_redrafter.training.log import TrainingLog
 from mlx_redrafter.training.plan import WRITTEN, Plan, Work
-from mlx_redrafter.training.prompts import read_prompts, read_texts
+from mlx_redrafter.training.prompts import Prompt, read_prompts, read_texts
 from mlx_redrafter.training.proof import Proof, openings, prove
 from mlx_redrafter.training.size import DrafterSize
 from mlx_redrafter.training.trainer import (
@@ -51,9 +53,12 @@ from mlx_redrafter.training.trainer import (
 from mlx_redrafter.training.vocabulary import count_tokens, draft_vocabulary
 from mlx_redrafter.training.workers import Workers
 
-_HELD_OUT = 2  # shards, never trained on: the first ones
+_LEAST_SHARDS = 16  # of which one is held out
+_HELD_OUT_ROWS = 128  # at most
+_PAYS = 1.1  # tokens per step, below which no drafter is registered
 _CURVES = "curves.png"
 _LOG = "log.jsonl"
+_OUTPUT_FILES = {"README.md", "config.json", "model.safetensors", _CURVES, _LOG}
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,19 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.bits not in (None, 4, 8):
-            raise InputError(f"bits is {self.bits}; it must be 4 or 8.")
-        for name in ("exit_dim", "num_draft_layers", "draft_vocab", "max_shards"):
+            raise InputError(f"q_bits is {self.bits}; it must be 4 or 8.")
+        least = {
+            "exit_dim": 1,
+            "num_draft_layers": 0,
+            "draft_vocab": 1,
+            "max_shards": 1,
+            "features_bytes": 0,
+            "proof_prompts": 0,
+        }
+        for name, lowest in least.items():
             value = getattr(self, name)
-            if value is not None and value < (0 if name == "num_draft_layers" else 1):
-                raise InputError(f"{name} is {value}; it must be positive.")
-        if self.features_bytes < 0 or self.proof_prompts < 0:
-            raise InputError("features_bytes and proof_prompts cannot be negative.")
+            if value is not None and value < lowest:
+                raise InputError(f"{name} is {value}; it must be at least {lowest}.")
 
     def size(self, pair: ModelPair, earlier: Drafter | None = None) -> DrafterSize:
         """``earlier``: the drafter to start from, whose size is kept where none is given."""
@@ -151,6 +162,11 @@ class Distilled:
     acceptance: Acceptance | None = None
     proof: Proof | None = None
 
+    @property
+    def tokens_per_step(self) -> float | None:
+        """On held-out text; None where it was not measured."""
+        return None if self.acceptance is None else self.acceptance.overall.tokens_per_step
+
 
 class Run:
     """One drafter's training. ``plan`` tells what it takes, ``train`` does it.
@@ -178,24 +194,41 @@ class Run:
                 f"{pair.name} cannot use a drafter, so none is trained: {pair.target.reason}."
             )
         self.pair = pair
-        self.output = output
+        self.output = output.resolve()
         self.recipe = recipe or Recipe()
         self.sources = sources or Sources()
-        self.work = work or output.with_name(f"{output.name}.work")
         self._keeps_work = work is not None
         self.earlier = earlier
         self.workers = workers or Workers()
         self.display = display or Silent()
+        self._check_output()
+        self.work = work or self.output.with_name(f"{self.output.name}.work")
         self._logs = [self.work / _LOG, *([report_to] if report_to else [])]
+        for path in (self.work, *self._logs):
+            if path.resolve().is_relative_to(self.output):
+                raise InputError(f"{path} is inside the output, which is replaced: name another.")
         self.size = self.recipe.size(pair, earlier)
         self.config = self.size.config(pair.target, made_for(pair))
-        _check_output(output)
+        if earlier is not None:
+            check_start(self.config, earlier.config)
+        draft_vocabulary(np.zeros(pair.target.vocab_size), self.config.head_size, pair.tokenizer)
+        if self.recipe.data is not None and self.recipe.data.row_length > pair.context_length:
+            raise InputError(
+                f"row_length is {self.recipe.data.row_length}, but {pair.name} reads only "
+                f"{pair.context_length} tokens."
+            )
+        self._given: list[Corpus] = []
+        self._prompts: list[Prompt] = []
+        self._texts: list[str] = []
+        if self.workers.is_first:
+            self._given = self._read_corpora()
+            self._prompts = [p for path in self.sources.prompts for p in read_prompts(path)]
+            self._texts = [text for path in self.sources.texts for text in read_texts(path)]
 
     def plan(self, measure: bool = True) -> Plan:
         """What the run takes, before anything is written."""
-        given = self._given() if self.workers.is_first else []
-        rows = sum(corpus.num_rows for corpus in given)
-        tokens = sum(corpus.ids.size for corpus in given)
+        rows = sum(corpus.num_rows for corpus in self._given)
+        tokens = sum(corpus.ids.size for corpus in self._given)
         new = 0
         if self.recipe.data is not None:
             length = self.recipe.data.row_length
@@ -207,42 +240,40 @@ class Run:
             row_tokens=max(1, round(tokens / max(rows + new, 1))),
             new_rows=new,
             epochs=options.epochs,
-            anchors_per_batch=options.anchors_per_batch,
+            anchors_per_batch=min(options.anchors_per_batch, max(tokens, 1)),
             horizon=options.horizon,
             features_budget=self.recipe.features_bytes,
         )
-        return Plan.of(self.pair.target, self.size, work, self.output.resolve().parent, measure)
+        return Plan.of(self.pair.target, self.size, work, self.work.resolve().parent, measure)
 
-    def train(self, registered: bool = True, repository: str | None = None) -> Distilled:
+    def train(self, registered: bool = True) -> Distilled:
         """Do it all; the output appears whole or not at all.
 
-        ``registered``: the model finds its drafter from then on. ``repository``: of the Hub, to
-        upload to.
+        ``registered``: the model finds its drafter from then on, if it was measured to pay.
         """
-        if repository is not None:
-            publish.check_repo(repository)
         self.plan(measure=False).refuse()
-        corpora = self.workers.share_corpora(self._corpora() if self.workers.is_first else [])
-        held_out, trained = self._split(corpora)
-        self._extract(held_out, trained)
-        drafter = self._fresh_drafter(corpora)
-        with _Logs(self._logs if self.workers.is_first else []) as logs:
-            logs.write("start", target=self.pair.name, recipe=self._settings)
+        with ExitStack() as stack:
+            if self.workers.is_first:
+                stack.enter_context(alone_in(self.work))
+                check_writable(self.output.parent)
+            logs = stack.enter_context(_Logs(self._logs if self.workers.is_first else []))
+            corpora = self.workers.share_corpora(self._corpora() if self.workers.is_first else [])
+            held_out, trained = self._split(corpora)
+            self._extract(held_out, trained)
+            drafter = self._fresh_drafter(corpora)
             outcome = self._fit(drafter, trained, held_out, corpora, logs)
             if not self.workers.is_first:
                 return Distilled(None, drafter.num_parameters, outcome)
             result = self._finish(drafter, outcome, held_out, corpora, logs)
-        if registered:
-            registry.register_drafter(self.output, self.pair.name, self.pair.adapter_path)
-        if repository is not None:
-            self.display.note(f"uploaded to {publish.publish(self.output, repository)}")
-        if not self._keeps_work:
-            shutil.rmtree(self.work, ignore_errors=True)
+            if registered:
+                self._register(result)
+            if not self._keeps_work:
+                shutil.rmtree(self.work, ignore_errors=True)
         return result
 
     def cache_features(self, part: tuple[int, int]) -> None:
         """Only compute hidden states: the i-th of n parts, ``part`` = (i, n)."""
-        held_out, trained = self._split(self._given())
+        held_out, trained = self._split(self._given)
         extract(
             self.pair.target,
             [*held_out, *trained],
@@ -251,41 +282,73 @@ class Run:
             self.display.stage("hidden states", "tokens"),
         )
 
-    def _given(self) -> list[Corpus]:
+    def _check_output(self) -> None:
+        """Replace an older drafter, but nothing else and nothing that the run reads."""
+        output = self.output
+        if not output.name:
+            raise InputError(f"{output} cannot be replaced: name a folder for the drafter.")
+        if output.is_file():
+            raise InputError(f"{output} is a file: name a folder for the drafter.")
+        read = [Path(self.pair.name), *([self.pair.adapter_path] if self.pair.adapter_path else [])]
+        read += [*self.sources.corpora, *self.sources.prompts, *self.sources.texts, Path.cwd()]
+        for path in read:
+            if path.exists() and path.resolve().is_relative_to(output):
+                raise InputError(f"{output} holds {path}, which is in use: name another folder.")
+        if output.is_dir() and any(output.iterdir()):
+            others = sorted({path.name for path in output.iterdir()} - _OUTPUT_FILES)
+            if others or not registry.is_drafter(output):
+                what = f"holds {others[0]}" if others else "holds no drafter"
+                raise InputError(f"{output} is not empty and {what}: name another folder.")
+
+    def _read_corpora(self) -> list[Corpus]:
         corpora = [read_corpus(path, self.pair.target.vocab_size) for path in self.sources.corpora]
         names = [corpus.name for corpus in corpora]
         if len(set(names)) != len(names):
             raise InputError("two corpus files have the same name: rename one.")
+        for corpus in corpora:
+            if corpus.ids.shape[1] > self.pair.context_length:
+                raise InputError(
+                    f"corpus {corpus.name} has rows of {corpus.ids.shape[1]} tokens, but "
+                    f"{self.pair.name} reads only {self.pair.context_length}: cut them."
+                )
+        if corpora and not any((corpus.role == ASSISTANT).any() for corpus in corpora):
+            raise InputError("no corpus has a token of role 1, the only ones trained on.")
         return corpora
 
     def _corpora(self) -> list[Corpus]:
         """The files given, then what the target writes now."""
-        corpora = self._given()
+        corpora = list(self._given)
         if self.recipe.data is not None:
-            prompts = [p for path in self.sources.prompts for p in read_prompts(path)]
-            texts = [text for path in self.sources.texts for text in read_texts(path)]
             files = write_data(
                 self.pair,
                 self.work / "data",
                 self.recipe.data,
-                prompts,
-                texts,
+                self._prompts,
+                self._texts,
                 self.display.stage("text", "tokens"),
             )
             corpora += [read_corpus(path, self.pair.target.vocab_size) for path in files]
         return corpora
 
     def _split(self, corpora: list[Corpus]) -> tuple[list[Shard], list[Shard]]:
-        """Shards held out and trained on."""
-        wanted = shards(corpora, self.work / "features", self.pair.target)
-        wanted = wanted[: self.recipe.max_shards]
+        """Shards held out, evenly over all text, and shards trained on. Little text is cut into
+        smaller ones, so that a fair part of it can be held out."""
+        rows = sum(corpus.num_rows for corpus in corpora)
+        size = max(1, min(ROWS_PER_SHARD, rows // _LEAST_SHARDS))
+        made_by = f"{self.pair.fingerprint} {self.pair.target.dtype}"
+        folder = self.work / "features"
+        wanted = shards(corpora, folder, self.pair.target, made_by, size)[: self.recipe.max_shards]
         if len(wanted) < 2:
             raise InputError(
-                "the text is too short: one shard of rows is held out for validation, and none is "
-                "left to train on. Give more text."
+                "the text is too short: one row is held out for validation, and none is left to "
+                "train on. Give more text."
             )
-        count = min(_HELD_OUT, max(1, len(wanted) // 8))
-        return wanted[:count], wanted[count:]
+        count = max(1, min(_HELD_OUT_ROWS // size, len(wanted) // _LEAST_SHARDS))
+        chosen = {(2 * i + 1) * len(wanted) // (2 * count) for i in range(count)}
+        return (
+            [shard for i, shard in enumerate(wanted) if i in chosen],
+            [shard for i, shard in enumerate(wanted) if i not in chosen],
+        )
 
     def _extract(self, held_out: list[Shard], trained: list[Shard]) -> None:
         """Hidden states of this process's own shards; the first one needs all that are held out."""
@@ -340,10 +403,11 @@ class Run:
         recipe = fingerprints.of_values(
             self._settings,
             self.workers.count,
-            self.pair.fingerprint,
-            [fingerprints.of_values(corpus.ids.tobytes().hex()) for corpus in corpora],
+            [shard.path.name for shard in (*held_out, *trained)],  # a digest of model and tokens
+            [zlib.crc32(corpus.role.tobytes()) for corpus in corpora],
             None if self.earlier is None else _sketch(self.earlier),
         )
+        logs.begin(recipe, target=self.pair.name, recipe=self._settings)
         checkpoint = Checkpoint(self.work / "checkpoint", recipe)
         if not checkpoint.folder.exists():
             logs.truncate(0)  # steps of a run that was killed before its first checkpoint
@@ -372,6 +436,7 @@ class Run:
             proof = self._prove(pair, held_out)
             if proof is not None:
                 logs.write("proof", proof)
+            logs.write("end", parameters=drafter.num_parameters)
             result = Distilled(self.output, drafter.num_parameters, outcome, acceptance, proof)
             shutil.copyfile(self.work / _LOG, folder / _LOG)
             picture = self._draw(folder / _CURVES)
@@ -401,6 +466,21 @@ class Run:
             return None
         show = self.display.stage("proof", "answers")
         return prove(pair, prompts, self.recipe.draft, progress=show)
+
+    def _register(self, result: Distilled) -> None:
+        """Let the model find the drafter, unless it does not pay. The output is whole without."""
+        assert result.folder is not None
+        if result.tokens_per_step is not None and result.tokens_per_step < _PAYS:
+            self.display.note(
+                f"not registered: {result.tokens_per_step:.2f} tokens per step do not pay; train "
+                "on more text, or for longer"
+            )
+            return
+        try:
+            kept = registry.register_drafter(result.folder, self.pair.name, self.pair.adapter_path)
+            self.display.note(f"registered as {kept.name}: {self.pair.name} finds it from now on")
+        except RedrafterError as error:
+            self.display.note(f"not registered: {error}")
 
     def _draw(self, path: Path) -> str | None:
         try:
@@ -468,6 +548,10 @@ class _Logs:
         for log in self._logs:
             log.write(event, values, **more)
 
+    def begin(self, run: str, **more: Any) -> None:
+        for log in self._logs:
+            log.begin(run, **more)
+
     def truncate(self, step: int) -> None:
         for log in self._logs:
             log.truncate(step)
@@ -491,15 +575,6 @@ def made_for(pair: ModelPair) -> dict[str, Any]:
     if pair.adapter_path is not None:
         values["adapter"] = pair.adapter_path.resolve().name
     return values
-
-
-def _check_output(output: Path) -> None:
-    """Replace an older drafter, but nothing else."""
-    if output.is_file():
-        raise InputError(f"{output} is a file: name a folder for the drafter.")
-    with suppress(OSError):
-        if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
-            raise InputError(f"{output} is not empty and holds no drafter: name another folder.")
 
 
 def _sketch(drafter: Drafter) -> str:

@@ -7,8 +7,10 @@ stopped, and several processes can share the work (``part``).
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,17 +61,28 @@ class Shard:
         return hidden
 
 
-def shards(corpora: list[Corpus], folder: Path, target: Target | None = None) -> list[Shard]:
-    """All rows of the corpora, ``ROWS_PER_SHARD`` at a time."""
+def shards(
+    corpora: list[Corpus],
+    folder: Path,
+    target: Target | None = None,
+    made_by: str = "",
+    rows_per_shard: int = ROWS_PER_SHARD,
+) -> list[Shard]:
+    """All rows of the corpora, ``rows_per_shard`` at a time.
+
+    ``made_by`` is the target's fingerprint. It and the tokens are part of a file's name, so that
+    hidden states of another text or of another model are never taken for these.
+    """
     return [
         Shard(
             corpus,
-            slice(start, min(start + ROWS_PER_SHARD, corpus.num_rows)),
-            folder / f"{corpus.name}-{start // ROWS_PER_SHARD:05d}.safetensors",
+            rows,
+            folder / f"{corpus.name}-{index:05d}-{_digest(corpus.ids[rows], made_by)}.safetensors",
             target,
         )
         for corpus in corpora
-        for start in range(0, corpus.num_rows, ROWS_PER_SHARD)
+        for index, start in enumerate(range(0, corpus.num_rows, rows_per_shard))
+        for rows in [slice(start, min(start + rows_per_shard, corpus.num_rows))]
     ]
 
 
@@ -98,6 +111,12 @@ def extract(
     progress(total, total)
 
 
+def _digest(ids: npt.NDArray[np.int32], made_by: str) -> str:
+    text = hashlib.sha256(np.ascontiguousarray(ids).tobytes())
+    text.update(repr((ids.shape, made_by)).encode())
+    return text.hexdigest()[:12]
+
+
 def _within(wanted: list[Shard], budget_bytes: int | None, width: int) -> list[Shard]:
     if budget_bytes is None:
         return wanted
@@ -120,7 +139,8 @@ def _write(path: Path, hidden: mx.array) -> None:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise write_error(error if isinstance(error, OSError) else full, path.parent) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _hidden(target: Target, ids: npt.NDArray[np.int32]) -> mx.array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.decoding.drafter import Drafter
+from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.errors import CompatibilityError
 
 
@@ -19,14 +19,8 @@ def start_from_head(drafter: Drafter, head: mx.array) -> None:
     mx.eval(drafter.parameters())
 
 
-def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> None:
-    """Give the drafter the weights of an ``earlier`` one for the same target.
-
-    It may have more residual blocks, which then change nothing at first, and other draft tokens:
-    new ones start as the target's rows, ``head`` (V_d, D), scaled to the size of the others.
-    Raises CompatibilityError where the networks differ otherwise.
-    """
-    config, old = drafter.config, earlier.config
+def check_start(config: DrafterConfig, old: DrafterConfig) -> None:
+    """Raise CompatibilityError where a drafter of ``config`` cannot start from one of ``old``."""
     for name in ("hidden_size", "vocab_size", "exit_dim", "rnn", "tie_head"):
         if getattr(config, name) != getattr(old, name):
             raise CompatibilityError(
@@ -38,6 +32,17 @@ def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> No
             f"the drafter to start from has {old.num_draft_layers} residual blocks, the new one "
             f"only {config.num_draft_layers}: give as many, or start anew."
         )
+
+
+def start_from_drafter(drafter: Drafter, earlier: Drafter, head: mx.array) -> None:
+    """Give the drafter the weights of an ``earlier`` one for the same target.
+
+    It may have more residual blocks, which then change nothing at first, and other draft tokens:
+    new ones start as the target's rows, ``head`` (V_d, D), scaled to the size of the others.
+    Raises CompatibilityError where the networks differ otherwise.
+    """
+    config, old = drafter.config, earlier.config
+    check_start(config, old)
     for name in ("rnn_u", "rnn_w", "input_proj"):
         if name in drafter:
             drafter[name].update(earlier[name].parameters())

@@ -1,7 +1,7 @@
 """The log of a run: one JSON object a line, kept through kills and resumes.
 
-Every line has ``event``: "start", "resume", "data", "features", "step", "validation", "acceptance"
-or "proof". Lines of training carry ``step``, which tells what a resumed run will write again.
+Every line has ``event``: "start", "resume", "data", "features", "step", "validation", "acceptance",
+"proof" or "end". Lines of training carry ``step``, which tells what a resumed run will write again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BEGINNING = '{"event": '  # of every line; tells a cut one from a file that is 
 
 
 class TrainingLog:
-    """Appends events to a file, each on disk before ``write`` returns.
+    """Appends events to a file, each handed to the system before ``write`` returns.
 
     A last line that a kill cut short is dropped when the file is opened again. Raises InputError
     where the file cannot be written and FormatError where it is something else than a log.
@@ -48,10 +48,19 @@ class TrainingLog:
         self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
         self._file.flush()
 
+    def begin(self, run: str, **more: Any) -> None:
+        """Write "start", unless the log ends in the middle of the same ``run``, which goes on."""
+        last = [e for e in read_log(self.path) if e["event"] in ("start", "end")][-1:]
+        if not last or last[0]["event"] == "end" or last[0].get("run") != run:
+            self.write("start", run=run, **more)
+
     def truncate(self, step: int) -> None:
-        """Drop all that came after ``step``: a run resumed from its checkpoint writes it anew."""
+        """Drop what the last run in it wrote after ``step``: resumed from its checkpoint, it writes
+        that anew. Runs before its "start" stay as they are."""
         events = read_log(self.path)
-        kept = [event for event in events if event.get("step", 0) <= step]
+        starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+        begin = starts[-1] if starts else 0
+        kept = [e for i, e in enumerate(events) if i < begin or e.get("step", 0) <= step]
         if len(kept) < len(events):
             self._replace(kept)
 

@@ -15,17 +15,12 @@ def publish(folder: Path, repo: str, *, private: bool = False) -> str:
 
     The token is the one that `hf auth login` keeps, or $HF_TOKEN. Raises RedrafterError.
     """
-    from huggingface_hub import HfApi, errors, get_token
+    from huggingface_hub import HfApi, errors
 
-    check_repo(repo)
+    check(repo)
     config = read_json(folder / "config.json") or {}
     if config.get("model_type") != hub.DRAFTER_TYPE or not (folder / "model.safetensors").is_file():
         raise FormatError(f"{folder} is not a drafter: it is not uploaded")
-    if get_token() is None:
-        raise InputError(
-            f"no token to upload to {repo} with: run `hf auth login`, or set HF_TOKEN to a token "
-            "that may write"
-        )
     api = HfApi()
     try:
         created = api.create_repo(repo, private=private, exist_ok=True)
@@ -52,8 +47,10 @@ def publish(folder: Path, repo: str, *, private: bool = False) -> str:
     return str(created)
 
 
-def check_repo(repo: str) -> None:
-    """Refuse what cannot be a repository's name, before hours of training."""
+def check(repo: str) -> None:
+    """Refuse what cannot be a repository's name, and an upload without a token, before hours of
+    training."""
+    from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined,unused-ignore]
 
@@ -63,6 +60,11 @@ def check_repo(repo: str) -> None:
         raise InputError(
             f"{repo!r} is no name of a repository: give owner/name ({_one_line(error)})"
         ) from None
+    if get_token() is None:
+        raise InputError(
+            f"no token to upload to {repo} with: run `hf auth login`, or set HF_TOKEN to a token "
+            "that may write"
+        )
 
 
 def _http_error() -> type[Exception]:

@@ -57,10 +57,17 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        whole = ("anchors_per_batch", "accumulate_batches", "validations", "patience")
-        for name in whole:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        whole = {
+            "batch": self.anchors_per_batch,
+            "accumulate": self.accumulate_batches,
+            "validations": self.validations,
+            "patience": self.patience,
+        }
+        for name, value in whole.items():
+            if value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed is {self.seed}; it must be from 0 to {2**32 - 1}.")
         if not 1 <= self.horizon <= 8:
             raise InputError(f"horizon is {self.horizon}; it must be between 1 and 8.")
         if not 0 < self.epochs <= 1000:
@@ -265,8 +272,9 @@ class DrafterTrainer:
         self.drafter.update(weights)
         found = self._validate(self._held_out, state.step)
         state.validations.append(dataclasses.asdict(found))
-        if found.expected_tokens_per_step > state.best_score:
-            state.best_score, state.best_step = found.expected_tokens_per_step, state.step
+        score = [found.expected_tokens_per_step, -found.loss]
+        if score > state.best_score:
+            state.best_score, state.best_step = score, state.step
             state.best, state.waited = weights, 0
         else:
             state.waited += 1

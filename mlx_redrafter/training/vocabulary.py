@@ -32,7 +32,7 @@ def count_tokens(corpora: Iterable[Corpus], vocab_size: int) -> npt.NDArray[np.i
     return counts
 
 
-def draft_vocabulary(counts: npt.NDArray[np.int64], count: int, tokenizer: Any) -> DraftVocabulary:
+def draft_vocabulary(counts: npt.NDArray[Any], count: int, tokenizer: Any) -> DraftVocabulary:
     """The ``count`` tokens that were written most often, ``counts`` (V,), the floor among them.
 
     Ties, and tokens never seen, follow in the order of their ids, which in a BPE vocabulary is

@@ -18,7 +18,7 @@ Runner = Callable[..., Result]
         ((), "--output is missing"),
         (("--output", "x", "--horizon", "9"), "between 1 and 8"),
         (("--output", "x", "--learning-rate", "2"), "learning_rate"),
-        (("--output", "x", "--q-bits", "3"), "4 or 8"),
+        (("--output", "x", "--q-bits", "3"), "q_bits is 3"),
         (("--output", "x", "--temperatures", "hot"), "like 0,0.5,1"),
         (("--output", "x", "--temperatures", "-1"), "temperature"),
         (("--output", "x", "--tokens", "-5"), "tokens"),
@@ -29,12 +29,15 @@ Runner = Callable[..., Result]
             "like 1/2",
         ),
         (("--output", "x", "--token-budget", "0"), "token_budget"),
-        (("--output", "x", "--batch", "0"), "anchors_per_batch"),
-        (("--output", "x", "--accumulate", "0"), "accumulate_batches"),
+        (("--output", "x", "--batch", "0"), "batch is 0"),
+        (("--output", "x", "--accumulate", "0"), "accumulate is 0"),
         (("--output", "x", "--average-decay", "1"), "average_decay"),
         (("--output", "x", "--acceptance-weight", "1.5"), "acceptance_weight"),
-        (("--output", "x", "--features-gb", "-1"), "features_bytes"),
+        (("--output", "x", "--features-gb", "nan"), "features-gb"),
         (("--output", "x", "--max-shards", "0"), "max_shards"),
+        (("--output", "x", "--seed", "99999999999999999999"), "seed"),
+        (("--output", "x", "--upload-repo", "bad name!!"), "no name of a repository"),
+        (("--output", "x", "--upload-repo", "me/it"), "no token"),
         (("--output", "x", "--draft-vocab", "0"), "draft_vocab"),
     ],
 )
@@ -46,6 +49,8 @@ def test_wrong_options_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     result = run("train", *options)
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -80,11 +85,11 @@ def test_options_reach_the_run(
         "--acceptance-weight 0.5 --epochs 3 --batch 64 --accumulate 2 --learning-rate 0.002 "
         "--average-decay 0.9 --validations 7 --patience 3 --seed 9 --features-gb 2 "
         "--proof-prompts 3 --beam-width 2 --beam-length 3 --token-budget 5 --max-shards 40 "
-        "--work w --report-to r.jsonl --no-register --upload-repo me/it"
+        "--work w --report-to r.jsonl --no-register"
     )
     assert run("train", "--output", str(tmp_path / "x"), *options.split()).code == 130
     ((made, given),) = seen
-    assert given == {"registered": False, "repository": "me/it"}
+    assert given == {"registered": False}
     recipe = made.recipe
     assert recipe.data == DataOptions(
         tokens=5000,

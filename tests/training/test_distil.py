@@ -1,5 +1,6 @@
 """A whole run on a tiny trained target: what it writes, what it refuses, where it goes on."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from mlx_redrafter import registry
-from mlx_redrafter.decoding.drafter import Drafter
+from mlx_redrafter.decoding.drafter import Drafter, DrafterConfig
 from mlx_redrafter.decoding.options import DraftOptions
 from mlx_redrafter.errors import CompatibilityError, InputError
 from mlx_redrafter.formats import fingerprints
 from mlx_redrafter.load import ModelPair, load
+from mlx_redrafter.machine.files import alone_in
 from mlx_redrafter.training import distil
+from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import DataOptions, write_data
 from mlx_redrafter.training.distil import Distilled, Recipe, Run, Sources
 from mlx_redrafter.training.log import read_log
@@ -174,6 +177,97 @@ def test_a_plan_writes_nothing(pair: ModelPair, rows: Sources, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_nothing_that_is_in_use_is_replaced(
+    pair: ModelPair, rows: Sources, tmp_path: Path, tiny_target: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_target, model)
+    for output in (model, tmp_path):
+        with pytest.raises(InputError, match="in use"):
+            Run(replace(pair, name=str(model)), output, RECIPE, rows)
+    with pytest.raises(InputError, match="is not empty"):
+        Run(pair, model, RECIPE, rows)
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match="inside the output"):
+        Run(pair, out, RECIPE, rows, report_to=out / "log.jsonl")
+    with pytest.raises(InputError, match="inside the output"):
+        Run(pair, out, RECIPE, rows, work=out / "work")
+    with pytest.raises(InputError, match="cannot be replaced"):
+        Run(pair, Path("/"), RECIPE, rows)
+
+
+def test_a_drafters_folder_with_more_in_it_is_not_replaced(
+    train: Callable[..., Distilled], tmp_path: Path
+) -> None:
+    quick = replace(RECIPE, proof_prompts=0, options=replace(OPTIONS, epochs=0.2))
+    train(recipe=quick)
+    (tmp_path / "out" / "NOTES.md").write_text("mine")
+    with pytest.raises(InputError, match=r"holds NOTES\.md"):
+        train(recipe=quick)
+    (tmp_path / "out" / "NOTES.md").unlink()
+    train(recipe=quick)
+
+
+def test_states_of_other_text_are_not_taken(pair: ModelPair, rows: Sources, tmp_path: Path) -> None:
+    """Corpora of one name and shape with other tokens, and one corpus read by another model."""
+    ids = np.ones((20, 32), np.int32)
+    corpora = [Corpus("own", ids + i, np.ones((20, 32), np.uint8)) for i in (0, 1)]
+    runs = [Run(each, tmp_path / "out", RECIPE) for each in (pair, replace(pair, fingerprint="x"))]
+    names = [
+        {shard.path.name for part in run._split([corpus]) for shard in part}
+        for run, corpus in ((runs[0], corpora[0]), (runs[0], corpora[1]), (runs[1], corpora[0]))
+    ]
+    assert not names[0] & names[1]
+    assert not names[0] & names[2]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(
+    train: Callable[..., Distilled], tmp_path: Path
+) -> None:
+    with alone_in(tmp_path / "out.work"), pytest.raises(InputError, match="another run"):
+        train()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_that_does_not_pay_is_not_registered(
+    train: Callable[..., Distilled], tmp_path: Path, home: Path
+) -> None:
+    options = replace(OPTIONS, epochs=0.1, learning_rate=1e-6, validations=1)
+    result = train(recipe=replace(RECIPE, proof_prompts=0, options=options))
+    assert result.tokens_per_step is not None
+    assert result.tokens_per_step < 1.1
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not (home / "drafters").exists()
+
+
+def test_a_log_of_other_runs_is_kept(train: Callable[..., Distilled], tmp_path: Path) -> None:
+    quick = replace(RECIPE, proof_prompts=0)
+    log = tmp_path / "all.jsonl"
+    steps = [train(name, quick, report_to=log).outcome.steps for name in ("one", "two")]
+    events = [event["event"] for event in read_log(log)]
+    assert events.count("step") == sum(steps)
+    assert events.count("start") == events.count("end") == 2
+
+
+def test_what_cannot_work_is_refused_at_once(
+    pair: ModelPair, rows: Sources, tmp_path: Path
+) -> None:
+    def refused(says: str, recipe: Recipe = RECIPE, sources: Sources = rows, **more: Any) -> None:
+        with pytest.raises((InputError, CompatibilityError), match=says):
+            Run(pair, tmp_path / "out", recipe, sources, **more)
+
+    refused("at least", replace(RECIPE, draft_vocab=10))
+    refused("reads only 512", replace(RECIPE, data=DataOptions(row_length=600)))
+    np.savez(tmp_path / "long.npz", ids=np.ones((2, 600), int), role=np.ones((2, 600), int))
+    refused("reads only 512", sources=Sources((tmp_path / "long.npz",)))
+    np.savez(tmp_path / "user.npz", ids=np.ones((2, 60), int), role=np.zeros((2, 60), int))
+    refused("role 1", sources=Sources((tmp_path / "user.npz",)))
+    refused(r"none\.jsonl", sources=Sources(prompts=(tmp_path / "none.jsonl",)))
+    config = DrafterConfig(96, 448, 50, 1)
+    refused("exit_dim", replace(RECIPE, exit_dim=64), earlier=Drafter(config))
+    assert not (tmp_path / "out.work").exists()
+
+
 def test_what_is_no_drafter_is_not_replaced(pair: ModelPair, rows: Sources, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
@@ -184,18 +278,26 @@ def test_what_is_no_drafter_is_not_replaced(pair: ModelPair, rows: Sources, tmp_
         Run(pair, tmp_path / "file", RECIPE, rows)
 
 
-def test_a_bad_repository_is_refused_before_the_work(
-    pair: ModelPair, rows: Sources, tmp_path: Path
-) -> None:
-    run = Run(pair, tmp_path / "out", RECIPE, rows)
-    with pytest.raises(InputError):
-        run.train(repository="no/such/name")
-    assert not list(tmp_path.iterdir())
-
-
 def test_too_little_text_is_refused(pair: ModelPair, rows: Sources, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="too short"):
         Run(pair, tmp_path / "out", replace(RECIPE, max_shards=1), rows).train()
+
+
+def test_little_text_is_cut_finer(pair: ModelPair, tmp_path: Path) -> None:
+    """One file of a few rows: some are held out, and the others trained on."""
+    corpus = Corpus("few", np.ones((20, 32), np.int32), np.ones((20, 32), np.uint8))
+    held_out, trained = Run(pair, tmp_path / "out", RECIPE)._split([corpus])
+    assert (len(held_out), len(trained)) == (1, 19)
+
+
+def test_held_out_rows_come_from_all_text(pair: ModelPair, tmp_path: Path) -> None:
+    corpora = [
+        Corpus(name, np.full((640, 4), i, np.int32), np.ones((640, 4), np.uint8))
+        for i, name in enumerate("abcd")
+    ]
+    held_out, trained = Run(pair, tmp_path / "out", RECIPE)._split(corpora)
+    assert len(held_out) + len(trained) == 40
+    assert [shard.corpus.name for shard in held_out] == ["b", "d"]
 
 
 def test_a_target_that_only_runs_plain_is_refused(pair: ModelPair, tmp_path: Path) -> None:
@@ -209,7 +311,7 @@ def test_a_target_that_only_runs_plain_is_refused(pair: ModelPair, tmp_path: Pat
 
 def test_held_out_rows_are_not_trained_on(pair: ModelPair, rows: Sources, tmp_path: Path) -> None:
     run = Run(pair, tmp_path / "out", RECIPE, rows)
-    held_out, trained = run._split(run._given())
+    held_out, trained = run._split(run._given)
     seen = {row.tobytes() for shard in trained for row in shard.corpus.ids[shard.rows]}
     assert held_out
     assert not any(row.tobytes() in seen for s in held_out for row in s.corpus.ids[s.rows])
@@ -220,7 +322,7 @@ def test_parts_share_the_hidden_states(pair: ModelPair, rows: Sources, tmp_path:
     run.cache_features((0, 2))
     half = len(list((tmp_path / "work" / "features").iterdir()))
     run.cache_features((1, 2))
-    assert half < len(list((tmp_path / "work" / "features").iterdir())) == len(rows.corpora)
+    assert half < len(list((tmp_path / "work" / "features").iterdir()))
 
 
 def test_the_config_says_whom_it_was_made_for(pair: ModelPair) -> None:

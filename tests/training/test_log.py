@@ -97,3 +97,25 @@ def test_what_cannot_be_written_or_read_is_told(tmp_path: Path) -> None:
         TrainingLog(tmp_path / "file" / "log.jsonl")
     with pytest.raises(InputError, match="cannot read"):
         read_log(tmp_path / "none.jsonl")
+
+
+def test_a_run_that_goes_on_starts_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for run, step in (("a", 1), ("a", 2), ("b", 1), ("b", 2)):
+        with TrainingLog(path) as log:
+            log.begin(run)
+            log.write("step", step=step)
+    with TrainingLog(path) as log:
+        log.truncate(1)
+        log.write("end")
+        log.begin("b")
+    told = [(e["event"], e.get("run", e.get("step"))) for e in read_log(path)]
+    assert told == [
+        ("start", "a"),
+        ("step", 1),
+        ("step", 2),
+        ("start", "b"),
+        ("step", 1),
+        ("end", None),
+        ("start", "b"),
+    ]

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from mlx_redrafter.errors import DownloadError, FormatError, InputError
 from mlx_redrafter.hub import DRAFTER_TYPE
-from mlx_redrafter.training.publish import check_repo, publish
+from mlx_redrafter.training.publish import check, publish
 from tests.shop import folder_with
 
 
@@ -126,7 +126,7 @@ def test_a_bad_name_is_refused_before_anything_is_sent(
         publish(folder, repo)
     assert "\n" not in str(error.value)
     assert not fake_hub.tokens
-    check_repo("owner/name")
+    check("owner/name")
 
 
 def test_without_a_token(fake_hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
