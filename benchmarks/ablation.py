@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     pair = load(args.model, None, args.dtype)
     corpus = read_corpus(args.corpus, pair.target.vocab_size)
-    wanted = shards([corpus], args.features, pair.target)
+    wanted = shards([corpus], args.features, pair.target, pair.fingerprint)
     most = max(VARIANTS[name].get("data", 1.0) for name in args.variants)
     held_out, trained = wanted[:2], wanted[2 : 2 + round(most * args.shards)]
     extract(pair.target, [*held_out, *trained])

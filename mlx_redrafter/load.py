@@ -230,8 +230,8 @@ def _check_fit(pair: ModelPair, drafter: Drafter, folder: Path) -> None:
     fingerprint = made_for.get("fingerprint")
     if fingerprint and fingerprints.similarity(fingerprint, pair.fingerprint) < fingerprints.SAME:
         raise CompatibilityError(
-            f"the drafter in {folder} was made for another model than {pair.name}: for "
-            f"{made_for.get('name', 'one without a name')}, or with another adapter."
+            f"the drafter in {folder} was made for other weights than {pair.name} has here, or for "
+            f"another adapter (its target: {made_for.get('name', 'without a name')})."
         )
     expected = made_for.get("tokenizer")
     if expected and expected != fingerprints.of_vocabulary(pair.tokenizer.get_vocab()):

@@ -99,10 +99,26 @@ def test_a_registered_drafter_is_found_for_the_same_weights_elsewhere(
     assert load(str(other)).drafter is None
 
 
+def test_models_of_one_name_keep_their_own_drafters(tmp_path: Path) -> None:
+    """Two folders of the same last name, also a hidden one, with other weights."""
+    models = [
+        write_model(tmp_path / place / ".model", seed=seed) for seed, place in enumerate(("a", "b"))
+    ]
+    kept = []
+    for number, model in enumerate(models):
+        pair = load(str(model), drafter=None)
+        drafter = write_drafter(tmp_path / f"out{number}", pair)
+        kept.append(registry.register_drafter(drafter, pair.name))
+    assert [path.name for path in kept] == ["model", "model-2"]
+    assert all(load(str(model)).drafter is not None for model in models)
+    again = registry.register_drafter(tmp_path / "out1", str(models[1]))
+    assert again == kept[1], "its own is replaced"
+
+
 def test_another_target_s_drafter_is_one_clear_error(model: Path, tmp_path: Path) -> None:
     drafter = write_drafter(tmp_path / "out", load(str(model), drafter=None))
     other = write_model(tmp_path / "other", seed=1)
-    with pytest.raises(CompatibilityError, match=r"was made for another model than .*other: for"):
+    with pytest.raises(CompatibilityError, match=r"was made for other weights than .*other has"):
         load(str(other), str(drafter))
     old = write_drafter(tmp_path / "old", load(str(model), drafter=None), target={"name": "x"})
     assert load(str(other), str(old)).drafter is not None, "an old one says nothing of its target"

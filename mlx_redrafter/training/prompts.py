@@ -130,7 +130,11 @@ def _prompt(entry: Any) -> Prompt:
     if "messages" in entry:
         return _conversation(entry["messages"], "messages", "role", "content")
     if "conversations" in entry:
-        return _conversation(entry["conversations"], "conversations", "from", "value")
+        messages = entry["conversations"]
+        first = messages[0] if isinstance(messages, list) and messages else None
+        openai = isinstance(first, dict) and "role" in first  # some sets mix the two forms
+        keys = ("role", "content") if openai else ("from", "value")
+        return _conversation(messages, "conversations", *keys)
     if isinstance(entry.get("prompt"), list):
         return _conversation(entry["prompt"], "prompt", "role", "content")
     if "prompt" in entry:

@@ -35,6 +35,7 @@ SHAREGPT = [
     [
         ({"messages": MESSAGES, "id": 3}, Prompt(("One?", "Two?"), "Be brief.")),
         ({"conversations": SHAREGPT}, Prompt(("One?",))),
+        ({"conversations": [{"role": "user", "content": "One?"}]}, Prompt(("One?",))),
         ({"prompt": "One?"}, Prompt(("One?",))),
         ({"prompt": "One?", "completion": "1"}, Prompt(("One?",))),
         ({"prompt": MESSAGES[:2], "completion": []}, Prompt(("One?",), "Be brief.")),
@@ -99,7 +100,7 @@ def test_texts(tmp_path: Path) -> None:
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "'judge' is unknown"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no text"),
         (b'{"conversations": [{"from": "human", "value": 3}]}', "must be a string"),
-        (b'{"conversations": [{"role": "user", "content": "a"}]}', '"from" and "value"'),
+        (b'{"conversations": [{"who": "user", "content": "a"}]}', '"from" and "value"'),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "\x00"}', "not text"),
     ],
