@@ -101,9 +101,10 @@ def test_a_registered_drafter_is_found_for_the_same_weights_elsewhere(
 
 def test_models_of_one_name_keep_their_own_drafters(tmp_path: Path) -> None:
     """Two folders of the same last name, also a hidden one, with other weights."""
-    models = [
-        write_model(tmp_path / place / ".model", seed=seed) for seed, place in enumerate(("a", "b"))
-    ]
+    models = []
+    for seed, place in enumerate(("a", "b")):
+        (tmp_path / place).mkdir()
+        models.append(write_model(tmp_path / place / ".model", seed=seed))
     kept = []
     for number, model in enumerate(models):
         pair = load(str(model), drafter=None)
@@ -166,7 +167,7 @@ def test_an_adapter_is_part_of_the_fingerprint(model: Path, tmp_path: Path) -> N
     assert load(str(model), adapter_path=first).drafter is not None
     assert load(str(model), adapter_path=second).drafter is None
     assert load(str(model)).drafter is None
-    with pytest.raises(CompatibilityError, match="or with another adapter"):
+    with pytest.raises(CompatibilityError, match="or for another adapter"):
         load(str(model), str(tmp_path / "out"), adapter_path=second)
 
 

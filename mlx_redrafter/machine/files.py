@@ -84,7 +84,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Make `folder` and hold it, so that no second run writes there. InputError where one does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        # Not the folder itself: `atomic_folder` locks that for what is made in it.
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise write_error(error, folder) from error
     try:

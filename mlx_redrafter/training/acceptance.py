@@ -185,7 +185,7 @@ def _turns(shard: Shard, end_tokens: Collection[int]) -> Iterator[_Replay]:
             ends = np.flatnonzero(np.isin(ids[start : stop + 1], list(end_tokens)))
             end = start + int(ends[0]) + 1 if ends.size else stop
             first = max(start, 1)  # a state comes before it
-            temperature = round(float(temperatures[row]), 3)
+            temperature = round(float(temperatures[row]), 1)  # like ones are one in the tables
             yield _Replay(ids, hidden, first, end, bool(ends.size), temperature, [])
 
 

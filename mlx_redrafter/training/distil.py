@@ -513,7 +513,7 @@ class Run:
         picture: str | None,
     ) -> CardFacts:
         temperatures = np.concatenate([corpus.temperature for corpus in corpora])
-        counts = Counter(None if np.isnan(t) else round(float(t), 2) for t in temperatures)
+        counts = Counter(None if np.isnan(t) else round(float(t), 1) for t in temperatures)
         best = result.outcome.best
         return CardFacts(
             target=self.pair.name,

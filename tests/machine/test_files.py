@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.errors import DownloadError, RedrafterError
+from mlx_redrafter.errors import InputError, RedrafterError
 from mlx_redrafter.machine import files
-from mlx_redrafter.machine.files import atomic_folder
+from mlx_redrafter.machine.files import alone_in, atomic_folder, check_writable
 
 
 def listing(folder: Path) -> list[str]:
@@ -72,7 +72,8 @@ def test_an_error_leaves_nothing_and_keeps_the_old(tmp_path: Path, error: BaseEx
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told(tmp_path: Path, number: int) -> None:
+def test_a_full_disk_is_told(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_REDRAFTER_HOME", str(tmp_path))
     with (
         pytest.raises(RedrafterError, match="free some space, or set MLX_REDRAFTER_HOME"),
         atomic_folder(tmp_path / "one"),
@@ -107,7 +108,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from mlx_redrafter.machine.files import atomic_folder\n"
+        "from mlx_redrafter.machine.files import alone_in, atomic_folder, check_writable\n"
         "with atomic_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').touch()\n"
         "    os._exit(9)\n"
@@ -145,3 +146,28 @@ def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert free > 0
     assert abs(files.free_bytes(tmp_path / "not" / "yet") - free) < 2**30
     assert not (tmp_path / "not").exists()
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """And what is made in the folder meanwhile is not held up."""
+    with alone_in(tmp_path / "work"):
+        with (
+            pytest.raises(InputError, match="another run"),
+            alone_in(tmp_path / "work"),
+        ):
+            pass
+        with atomic_folder(tmp_path / "work" / "inside"):
+            pass
+    with alone_in(tmp_path / "work"):
+        pass
+
+
+def test_what_cannot_be_written_is_told_without_the_home(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RedrafterError, match="name another folder"):
+        check_writable(tmp_path / "file" / "x")
+    with (
+        pytest.raises(RedrafterError, match="a file in its way"),
+        alone_in(tmp_path / "file"),
+    ):
+        pass

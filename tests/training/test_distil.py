@@ -271,7 +271,7 @@ def test_what_cannot_work_is_refused_at_once(
 def test_what_is_no_drafter_is_not_replaced(pair: ModelPair, rows: Sources, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(InputError, match="holds no drafter"):
+    with pytest.raises(InputError, match="holds letter"):
         Run(pair, tmp_path / "mine", RECIPE, rows)
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="is a file"):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.training.loss import soft_cross_entropy, teacher_law
+from mlx_redrafter.training.loss import acceptance_loss, distillation_loss, soft_cross_entropy
 
 
 def plain(logits: mx.array, teacher: mx.array) -> mx.array:
@@ -44,10 +44,27 @@ def test_the_loss_is_least_where_the_laws_agree() -> None:
     assert (np.array(best) < np.array(soft_cross_entropy(logits, teacher))).all()
 
 
-def test_teacher_law_is_the_softmax_of_the_heads_logits() -> None:
-    hidden, head = mx.random.normal((4, 6)), mx.random.normal((9, 6))
-    scores = np.array(hidden) @ np.array(head).T
-    law = np.exp(scores - scores.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(
-        np.array(teacher_law(hidden, head)), law / law.sum(axis=1, keepdims=True), atol=1e-5
-    )
+def test_acceptance_loss_is_minus_the_log_of_the_overlap() -> None:
+    logits, teacher, _ = sample(1.0)
+    p, x = np.array(teacher), np.array(logits)
+    q = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    expected = -np.log(np.minimum(p, q).sum(axis=1))
+    np.testing.assert_allclose(np.array(acceptance_loss(logits, teacher)), expected, atol=1e-4)
+    equal = acceptance_loss(mx.log(teacher), teacher)
+    np.testing.assert_allclose(np.array(equal), 0, atol=1e-4)
+
+
+def test_a_step_down_the_acceptance_loss_raises_the_overlap() -> None:
+    logits, teacher, _ = sample(1.0)
+    slope = mx.grad(lambda x: acceptance_loss(x, teacher).sum())(logits)
+    after = acceptance_loss(logits - 0.1 * slope, teacher)
+    assert (np.array(after) < np.array(acceptance_loss(logits, teacher))).all()
+
+
+def test_the_mix_has_both_ends() -> None:
+    logits, teacher, _ = sample(1.0)
+    soft, overlap = soft_cross_entropy(logits, teacher), acceptance_loss(logits, teacher)
+    for weight in (0.0, 0.25, 1.0):
+        mixed = np.array(distillation_loss(logits, teacher, weight))
+        expected = (1 - weight) * np.array(soft) + weight * np.array(overlap)
+        np.testing.assert_allclose(mixed, expected, atol=1e-5)
