@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.errors import InputError, RedrafterError
+from mlx_redrafter.errors import DownloadError, InputError, RedrafterError
 from mlx_redrafter.machine import files
 from mlx_redrafter.machine.files import alone_in, atomic_folder, check_writable
 
