@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_redrafter.benchmarking.scripts import Script, say, table
 
-BUDGETS = ((1, 2, 2), (3, 4, 7), (4, 6, 15))
+BUDGETS = ((2, 2, 2), (5, 3, 7), (8, 4, 15))
 
 # name -> what differs from the first one, which is the base
 VARIANTS: dict[str, dict[str, Any]] = {

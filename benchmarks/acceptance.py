@@ -20,7 +20,7 @@ script = Script("acceptance", __doc__)
 script.add_prompts(max_tokens=128)
 add = script.parser.add_argument
 add("--answers", type=Path, required=True, metavar="FOLDER", help="answers and states, kept")
-add("--settings", nargs="+", default=["1,2,2", "3,4,7", "4,6,15"], metavar="W,L,BUDGET")
+add("--settings", nargs="+", default=["2,2,2", "5,3,7", "8,4,15"], metavar="W,L,BUDGET")
 add("--check", type=int, default=0, help="prompts to decode for real as well (%(default)s)")
 add("--batch", type=int, default=16, help="answers written at a time (%(default)s)")
 
